@@ -1,0 +1,81 @@
+"""What users write in YAML and on the command line, checked once and immutable from then on."""
+
+from pydantic import BaseModel
+
+from fedlightning.config.clients import (
+    dump_clients,
+    known_clients,
+    load_centralized,
+    load_clients,
+    parse_clients,
+    published_clients,
+)
+from fedlightning.config.distributions import Choices, Distribution, Fixed, Range
+from fedlightning.config.documents import Scalar, dump
+from fedlightning.config.effects import effectless
+from fedlightning.config.keys import flatten
+from fedlightning.config.models import (
+    CentralizedConfig,
+    ClientsConfig,
+    CnnConfig,
+    DatasetConfig,
+    RunConfig,
+    XgbConfig,
+)
+from fedlightning.config.overrides import explicit_keys, override_centralized, resolve_run
+from fedlightning.config.study import (
+    StudyConfig,
+    definition,
+    differences,
+    fingerprint,
+    start_values,
+    study_document,
+    trial_clients,
+    widen,
+)
+from fedlightning.config.study_files import known_studies, load_study, override_study, study_name
+
+
+def to_yaml(config: BaseModel) -> str:
+    """A configuration as YAML with every setting spelled out; a study's text is a study file again."""
+    if isinstance(config, StudyConfig):
+        return dump(study_document(config), flow=True)
+    return dump(config.model_dump())
+
+
+__all__ = [
+    "CentralizedConfig",
+    "Choices",
+    "ClientsConfig",
+    "CnnConfig",
+    "DatasetConfig",
+    "Distribution",
+    "Fixed",
+    "Range",
+    "RunConfig",
+    "Scalar",
+    "StudyConfig",
+    "XgbConfig",
+    "definition",
+    "differences",
+    "dump_clients",
+    "effectless",
+    "explicit_keys",
+    "fingerprint",
+    "flatten",
+    "known_clients",
+    "known_studies",
+    "load_centralized",
+    "load_clients",
+    "load_study",
+    "override_centralized",
+    "override_study",
+    "parse_clients",
+    "published_clients",
+    "resolve_run",
+    "start_values",
+    "study_name",
+    "to_yaml",
+    "trial_clients",
+    "widen",
+]

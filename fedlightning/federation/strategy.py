@@ -1,0 +1,383 @@
+"""Collect the clients' ensembles, plant the forest everywhere, and average the network."""
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import numpy as np
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Strategy
+from numpy.typing import NDArray
+
+from fedlightning.federation import records
+from fedlightning.federation.exchange import ClientError, Traffic, exchange, read_reply
+from fedlightning.model import TreeCNN, initial_network
+from fedlightning.seeds import derive_seed
+from fedlightning.tasks import Scaling, Scores, Tally, Task, add_statistics, add_tallies
+from fedlightning.trees import Ensemble, Forest
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class TreeSettings:
+    """What a client needs to know to grow its ensemble."""
+
+    n_estimators: int
+    max_depth: int
+    xgb_params: Mapping[str, float | int]
+
+
+@dataclass(frozen=True)
+class NetworkSettings:
+    """What a client needs to know to train the network."""
+
+    num_iterations: int
+    batch_size: int
+    lr: float
+    channels: int
+    accelerator: str = "cpu"
+
+
+class FedXgbLlr(Strategy):
+    """FedXGBllr's server: one forest of everybody's trees, and the average of everybody's network.
+
+    Clients are bound to their partition id, never to the order in which they answer, and every sum is made in that
+    order; the same seed gives the same result to the bit.
+
+    Args:
+        task: Kind of target.
+        client_num: Clients that must take part; all of them.
+        trees: How to grow the ensembles.
+        network: How to train the network.
+        val_ratio: Share of each client's rows that it keeps for validation.
+        seed: The run's seed.
+    """
+
+    def __init__(
+        self,
+        *,
+        task: Task,
+        client_num: int,
+        trees: TreeSettings,
+        network: NetworkSettings,
+        val_ratio: float,
+        seed: int,
+        timeout: float | None = None,
+    ) -> None:
+        self.task = task
+        self.client_num = client_num
+        self.trees = trees
+        self.network = network
+        self.val_ratio = val_ratio
+        self.seed = seed
+        self.timeout = timeout
+        self.descriptions: tuple[records.Description, ...] = ()
+        self.scaling = Scaling()
+        self.traffic = Traffic()
+        self.fits = 0
+        self.forest: Forest | None = None
+        self._nodes: tuple[int, ...] = ()
+        self._shapes: dict[str, tuple[int, ...]] = {}
+
+    # -- before the rounds ------------------------------------------------------------------------------------------
+
+    def prepare(self, grid: Grid) -> Forest:
+        """Describe, grow and plant: everything that happens once per run.
+
+        Raises:
+            ClientError: A client is missing, fails, or sends an ensemble that is not what was asked for.
+        """
+        self._describe(grid)
+        self.forest = self._collect(grid)
+        self._plant(grid, range(self.client_num), complete=False)
+        shapes = TreeCNN(self.client_num, self.forest.trees, self.forest.outputs, self.network.channels).state_dict()
+        self._shapes = {name: tuple(value.shape) for name, value in shapes.items()}
+        return self.forest
+
+    def initial_arrays(self) -> ArrayRecord:
+        """Return the freshly initialised global network."""
+        forest = self._planted_forest()
+        network = initial_network(
+            self.client_num,
+            forest.trees,
+            outputs=forest.outputs,
+            channels=self.network.channels,
+            seed=derive_seed(self.seed, "network"),
+        )
+        return records.to_array_record(records.network_arrays(network))
+
+    def read_network(self, arrays: ArrayRecord) -> dict[str, NDArray[np.float32]]:
+        """Return the checked arrays of a network of this run."""
+        return records.read_arrays(arrays, self._shapes)
+
+    def compare(self, grid: Grid) -> tuple[Scores, tuple[Scores, ...]]:
+        """Return the federated validation scores of the mean margin, and each client's own."""
+        request = self._train_request(0).to_content()
+        replies = self._exchange(grid, [(partition, request) for partition in self._partitions], records.COMPARE)
+        answers = sorted((self._read(reply, records.read_compare_reply) for reply in replies), key=lambda a: a[0])
+        self._check_partitions([partition for partition, _, _ in answers])
+        mean_margin = add_tallies(tally for _, tally, _ in answers).scores()
+        return mean_margin, tuple(own.scores() for _, _, own in answers)
+
+    def _describe(self, grid: Grid) -> None:
+        nodes = sorted(grid.get_node_ids())
+        if len(nodes) != self.client_num:
+            raise ClientError(
+                f"the federation has {len(nodes)} nodes, the configuration says client_num {self.client_num}"
+            )
+        request = records.DescribeRequest(records.PROTOCOL, self.task.name, float(self.val_ratio), self.seed)
+        messages = [Message(request.to_content(), node, records.DESCRIBE, group_id="0") for node in nodes]
+        replies, traffic = exchange(grid, messages, names=self._name, timeout=self.timeout)
+        self.traffic += traffic
+        described = sorted(
+            ((self._read(reply, records.Description.from_content), reply.metadata.src_node_id) for reply in replies),
+            key=lambda pair: pair[0].partition,
+        )
+        self.descriptions = tuple(description for description, _ in described)
+        self._check_partitions([description.partition for description in self.descriptions])
+        self._nodes = tuple(node for _, node in described)
+        for name in ("features", "classes"):
+            found = [getattr(description, name) for description in self.descriptions]
+            if len(set(found)) > 1:
+                raise ClientError(f"clients differ in {name}: {dict(enumerate(found))}")
+        for description in self.descriptions:
+            if description.train_rows < 1 or (self.val_ratio and description.validation_rows < 1):
+                raise ClientError(
+                    f"client {description.partition} has {description.train_rows} training and "
+                    f"{description.validation_rows} validation rows; it needs at least one of each"
+                )
+
+    def _collect(self, grid: Grid) -> Forest:
+        statistics = add_statistics([description.statistics for description in self.descriptions])
+        base_score = self.task.base_score(statistics)
+        intercept = float(self.task.intercept(base_score))
+        self.scaling = self.task.scaling(statistics)
+        first = self.descriptions[0]
+        keys, values = records.GrowRequest.split_params(self.trees.xgb_params)
+        request = records.GrowRequest(
+            task=self.task.name,
+            classes=first.classes,
+            n_estimators=self.trees.n_estimators,
+            base_score=float(base_score),
+            intercept=intercept,
+            xgb_keys=keys,
+            xgb_values=values,
+            val_ratio=float(self.val_ratio),
+            seed=self.seed,
+        )
+        content = request.to_content()
+        replies = self._exchange(grid, [(partition, content) for partition in self._partitions], records.GROW)
+        ensembles: dict[int, Ensemble] = {}
+        for reply in replies:
+            grown = self._read(reply, records.Grown.from_content)
+            ensemble = self._read(reply, self._read_ensemble)
+            # The server says where all margins start; what a client writes there is not believed.
+            ensembles[grown.partition] = replace(ensemble, intercept=intercept)
+            self.fits += grown.fitted
+            if not ensemble.splits:
+                logger.warning(
+                    "client %d grew %d trees without a split: they say the same of every row; "
+                    "lower xgb.gamma, xgb.alpha or xgb.min_child_weight",
+                    grown.partition,
+                    len(ensemble),
+                )
+        self._check_partitions(sorted(ensembles))
+        return Forest(tuple(ensembles[partition] for partition in self._partitions))
+
+    def _plant(self, grid: Grid, partitions: Iterable[int], *, complete: bool) -> None:
+        """Send each client the ensembles it lacks; ``complete`` sends its own as well."""
+        forest = self._planted_forest()
+        packed = [ensemble.to_bytes() for ensemble in forest.ensembles]
+        messages = []
+        for partition in partitions:
+            sent = [other for other in self._partitions if complete or other != partition]
+            request = records.PlantRequest(
+                digest=forest.digest,
+                own_digest=forest.ensembles[partition].digest,
+                client_num=self.client_num,
+                features=forest.ensembles[0].features,
+                outputs=forest.outputs,
+                n_estimators=forest.trees,
+                max_depth=self.trees.max_depth,
+                partitions=sent,
+                ensembles=[packed[other] for other in sent],
+            )
+            messages.append(Message(request.to_content(), self._nodes[partition], records.PLANT, group_id="0"))
+        replies, traffic = exchange(grid, messages, names=self._name, timeout=self.timeout)
+        self.traffic += traffic
+        lost = [self._partition(reply) for reply in replies if _lost_forest(reply)]
+        if lost and complete:
+            raise ClientError(f"clients {lost} cannot keep the forest")
+        for reply in replies:
+            if not _lost_forest(reply):
+                planted = self._read(reply, records.Planted.from_content)
+                if planted.digest != forest.digest:
+                    raise ClientError(f"{self._name(reply.metadata.src_node_id)} holds another forest")
+        if lost:
+            self._plant(grid, lost, complete=True)
+
+    # -- in the rounds ----------------------------------------------------------------------------------------------
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Send the global network and the number of iterations to every client."""
+        return self._network_messages(server_round, arrays, records.TRAIN)
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Send the averaged network to every client."""
+        return self._network_messages(server_round, arrays, records.EVALUATE)
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Average the networks, weighted by training rows, and pool the training scores."""
+        answers = sorted((self._read(reply, self._read_trained) for reply in replies), key=lambda a: a[0])
+        self._check_partitions([partition for partition, *_ in answers])
+        # The weight is what the client described before the rounds; a reply cannot raise it.
+        weights = [description.train_rows for description in self.descriptions]
+        average = weighted_mean([network for _, network, _ in answers], weights)
+        scores = add_tallies(tally for *_, tally in answers).scores()
+        return records.to_array_record(average), _scores_record(scores)
+
+    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+        """Pool the clients' tallies into the exact scores over all validation rows."""
+        answers = sorted((self._read(reply, records.read_evaluate_reply) for reply in replies), key=lambda a: a[0])
+        self._check_partitions([partition for partition, _ in answers])
+        return _scores_record(add_tallies(tally for _, tally in answers).scores())
+
+    def summary(self) -> None:
+        """Log what this strategy averages."""
+        logger.info(
+            "FedXgbLlr: %d clients x %d trees, %d iterations a round, Adam at %g",
+            self.client_num,
+            self.trees.n_estimators,
+            self.network.num_iterations,
+            self.network.lr,
+        )
+
+    def exchange_round(self, grid: Grid, messages: Iterable[Message]) -> tuple[list[Message], Traffic]:
+        """Send a round's messages; a client that lost the forest gets it again and is asked once more."""
+        pending = list(messages)
+        replies, traffic = exchange(grid, pending, names=self._name, timeout=self.timeout)
+        lost = [index for index, reply in enumerate(replies) if _lost_forest(reply)]
+        if not lost:
+            return replies, traffic
+        logger.info("clients %s lost the forest; planting it again", [self._partition(replies[i]) for i in lost])
+        before = self.traffic
+        self._plant(grid, [self._partition(replies[index]) for index in lost], complete=True)
+        planting = Traffic(self.traffic.up - before.up, self.traffic.down - before.down)
+        self.traffic = before
+        again = [
+            Message(
+                pending[index].content,
+                pending[index].metadata.dst_node_id,
+                pending[index].metadata.message_type,
+                group_id=pending[index].metadata.group_id,
+            )
+            for index in lost
+        ]
+        second, more = exchange(grid, again, names=self._name, timeout=self.timeout)
+        for index, reply in zip(lost, second, strict=True):
+            if _lost_forest(reply):
+                raise ClientError(f"{self._name(reply.metadata.src_node_id)} cannot keep the forest")
+            replies[index] = reply
+        return replies, traffic + planting + more
+
+    # -- details ----------------------------------------------------------------------------------------------------
+
+    @property
+    def _partitions(self) -> range:
+        return range(self.client_num)
+
+    def _planted_forest(self) -> Forest:
+        assert self.forest is not None, "prepare() comes first"
+        return self.forest
+
+    def _train_request(self, server_round: int) -> records.TrainRequest:
+        return records.TrainRequest(
+            task=self.task.name,
+            digest=self._planted_forest().digest,
+            val_ratio=float(self.val_ratio),
+            seed=self.seed,
+            scaling_mean=self.scaling.mean,
+            scaling_std=self.scaling.std,
+            round=server_round,
+            channels=self.network.channels,
+            num_iterations=self.network.num_iterations,
+            batch_size=self.network.batch_size,
+            lr=float(self.network.lr),
+            accelerator=self.network.accelerator,
+        )
+
+    def _network_messages(self, server_round: int, arrays: ArrayRecord, action: str) -> list[Message]:
+        content = records.with_network(self._train_request(server_round), arrays)
+        return [Message(content, node, action, group_id=str(server_round)) for node in self._nodes]
+
+    def _exchange(self, grid: Grid, contents: Sequence[tuple[int, RecordDict]], action: str) -> list[Message]:
+        messages = [Message(content, self._nodes[p], action, group_id="0") for p, content in contents]
+        replies, traffic = self.exchange_round(grid, messages)
+        self.traffic += traffic
+        return replies
+
+    def _name(self, node: int) -> str:
+        return f"client {self._nodes.index(node)}" if node in self._nodes else f"the client on node {node}"
+
+    def _partition(self, reply: Message) -> int:
+        return self._nodes.index(reply.metadata.src_node_id)
+
+    def _read(self, reply: Message, read: Callable[[RecordDict], T]) -> T:
+        return read_reply(reply, read, names=self._name)
+
+    def _read_ensemble(self, content: RecordDict) -> Ensemble:
+        first = self.descriptions[0]
+        return Ensemble.from_bytes(
+            records.Grown.from_content(content).ensemble,
+            features=first.features,
+            outputs=self.task.outputs(first.classes),
+            n_estimators=self.trees.n_estimators,
+            max_depth=self.trees.max_depth,
+        )
+
+    def _read_trained(self, content: RecordDict) -> tuple[int, dict[str, NDArray[np.float32]], Tally]:
+        partition, network, tally = records.read_train_reply(content)
+        return partition, self.read_network(network), tally
+
+    def _check_partitions(self, partitions: Sequence[int]) -> None:
+        if list(partitions) != list(self._partitions):
+            raise ClientError(f"replies came from the partitions {list(partitions)}, expected {list(self._partitions)}")
+
+
+def weighted_mean(
+    networks: Sequence[Mapping[str, NDArray[np.float32]]], weights: Sequence[int]
+) -> dict[str, NDArray[np.float32]]:
+    """Return FedAvg's average of named arrays, summed in double precision in the given order."""
+    total = sum(weights)
+    average = {}
+    for name in networks[0]:
+        summed = np.zeros(networks[0][name].shape, dtype=np.float64)
+        for network, weight in zip(networks, weights, strict=True):
+            summed += network[name].astype(np.float64) * weight
+        average[name] = (summed / total).astype(np.float32)
+    return average
+
+
+def read_scores(record: MetricRecord) -> Scores:
+    """Return the scores of an aggregated record."""
+    values = {key: record[key] for key in ("loss", "metric", "num-examples")}
+    return Scores(float(values["loss"]), float(values["metric"]), int(values["num-examples"]))  # type: ignore[arg-type]
+
+
+def _scores_record(scores: Scores) -> MetricRecord:
+    return MetricRecord({"loss": scores.loss, "metric": scores.metric, "num-examples": scores.examples})
+
+
+def _lost_forest(reply: Message) -> bool:
+    return records.is_lost(reply.content)

@@ -1,0 +1,1 @@
+"""What the commands do: experiments and studies, recorded and watched."""

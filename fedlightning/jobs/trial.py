@@ -1,0 +1,76 @@
+"""Evaluate one proposal of a study on a federation."""
+
+from flwr.serverapp import Grid
+
+from fedlightning.config import ClientsConfig, RunConfig, StudyConfig
+from fedlightning.experiment import FederatedFit, fit_federated, is_better, objective_value, task_of
+from fedlightning.federation.exchange import DivergedError
+from fedlightning.federation.rounds import RoundReport
+from fedlightning.jobs.nested import NestedRuns
+from fedlightning.jobs.run import comparison_to_dict, log_traffic, run_tags
+from fedlightning.jobs.watchers import StudyWatcher
+from fedlightning.search import Proposal, Pruned
+from fedlightning.tracking import TrackedRun
+
+RUN_ID = "run_id"
+BEST_ROUND = "best_round"
+VALIDATION = "validation"
+
+
+def trial_config(study: StudyConfig, clients: ClientsConfig) -> RunConfig:
+    """Return the configuration of a study's run with the given client config."""
+    return RunConfig(
+        dataset=study.dataset,
+        clients=clients,
+        val_ratio=study.val_ratio,
+        seed=study.seed,
+        objective=study.objective,
+    )
+
+
+def evaluate_proposal(
+    grid: Grid, proposal: Proposal, *, study: StudyConfig, runs: NestedRuns, watcher: StudyWatcher
+) -> float:
+    """Train with a proposal's values and return what the study minimises.
+
+    Raises:
+        Pruned: The pruner, or a training that left the finite numbers, ended it.
+    """
+    config = trial_config(study, proposal.clients)
+    task = task_of(config.dataset)
+    best: RoundReport | None = None
+
+    def observe(report: RoundReport) -> None:
+        nonlocal best
+        if best is None or is_better(report, best, config.objective, task):
+            best = report
+        tracked.log_round(report, metric=task.metric)
+        watcher.trial_round(proposal.number, report, config.clients.num_rounds)
+        assert best.validation is not None
+        proposal.report(objective_value(best.validation, config.objective, task), report.number)
+
+    watcher.trial_begins(proposal.number, proposal.clients)
+    tags = run_tags(config) | {"trial": str(proposal.number)}
+    with runs.start(f"trial {proposal.number}", "trial", config=config, tags=tags) as tracked:
+        proposal.note(RUN_ID, tracked.run_id)
+        try:
+            fit = fit_federated(grid, config, observers=[observe], accelerator=runs.workspace.accelerator)
+        except (Pruned, DivergedError) as reason:
+            tracked.set_tags({"trial_state": "pruned", "pruned_because": str(reason)})
+            tracked.finish("FINISHED")
+            raise Pruned(str(reason)) from reason
+        value = _note_fit(proposal, tracked, fit, config)
+    return value
+
+
+def _note_fit(proposal: Proposal, tracked: TrackedRun, fit: FederatedFit, config: RunConfig) -> float:
+    validation = fit.validation
+    assert validation is not None, "a trial always has validation rows"
+    value = objective_value(validation.network, config.objective, fit.model.task)
+    proposal.note(BEST_ROUND, fit.best.number)
+    proposal.note(VALIDATION, comparison_to_dict(validation))
+    tracked.log_comparison("validation", validation, metric=fit.model.task.metric)
+    tracked.log_metrics({"objective": value})
+    log_traffic(tracked, fit)
+    tracked.set_tags({"trial_state": "complete"})
+    return value

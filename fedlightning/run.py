@@ -1,0 +1,110 @@
+"""Train a federation with one or several client configs and compare each on the test rows."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from fedlightning import cli
+
+DESCRIPTION = """\
+Train with the values of a client config: grow every client's trees once, share the forest, train the network
+round by round, pick the round by federated validation loss, and read the test set once, at the end.
+The network is shown beside mean-margin (the same forest, averaged), local-only (each client's own trees) and
+centralized XGBoost on the union of the same training rows.
+Client configs are found in studies/clients/, then among the published ones (a9a_5_clients, paper_5_clients, ...).
+A key=value sets anything: num_rounds=5, xgb.subsample=0.9, dataset.patience=5, val_ratio=0.1, batch_size=64."""
+
+EXAMPLES = (
+    "--dataset a9a --clients a9a_5_clients",
+    "--dataset a9a --clients a9a_2_clients,a9a_5_clients --seed 1",
+    "--dataset abalone --clients abalone_5_clients num_rounds=30 xgb.gamma=0 xgb.alpha=0",
+    "--dataset breast_cancer --clients paper_2_clients num_rounds=10 --json",
+)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the command's parser."""
+    command = cli.parser("run", DESCRIPTION, EXAMPLES)
+    command.add_argument("--dataset", required=True, metavar="D", help="a data set; `data list` names them")
+    command.add_argument("--clients", required=True, metavar="NAME[,NAME...]", help="client configs, one run each")
+    cli.add_training_arguments(command)
+    return command
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit status."""
+    return cli.run(_run, build_parser(), argv)
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    from fedlightning.config import effectless, explicit_keys, load_clients, resolve_run
+
+    # All are read before the first one trains: a misspelt second name should not cost the first one's time.
+    names = [name.strip() for name in arguments.clients.split(",")]
+    configs = [
+        resolve_run(
+            arguments.dataset,
+            load_clients(name, root=arguments.root),
+            arguments.overrides,
+            seed=arguments.seed,
+        )
+        for name in names
+    ]
+    for sentence in dict.fromkeys(s for c in configs for s in effectless(c, explicit_keys(arguments.overrides))):
+        cli.logger.warning("%s", sentence)
+
+    from fedlightning.federation.local_grid import warm_up
+
+    warm_up()
+
+    from rich.console import Console
+
+    from fedlightning import tables
+    from fedlightning.config import to_yaml
+    from fedlightning.display import Display, format_bytes
+    from fedlightning.experiment import task_of
+    from fedlightning.jobs.run import run_clients, test_figures
+    from fedlightning.jobs.workspace import Workspace
+
+    workspace = Workspace(arguments.root, arguments.data_dir, arguments.tracking_uri, arguments.accelerator)
+    console = Console(stderr=arguments.json)
+    for name, config in zip(names, configs, strict=True):
+        display = Display(console, task_of(config.dataset).metric, quiet=arguments.quiet)
+        display.phase(f"# {name}\n{to_yaml(config).rstrip()}")
+        tracked = run_clients(workspace, config, name, display)
+        result, fit = tracked.result, tracked.result.fit
+        if arguments.json:
+            best = fit.best.validation
+            cli.print_json(
+                {
+                    "dataset": config.dataset.name,
+                    "clients": name,
+                    "seed": config.seed,
+                    "rounds": len(fit.reports),
+                    "best_round": fit.best.number,
+                    "metric": result.metric,
+                    "validation": {"loss": best.loss, "metric": best.metric} if best else None,
+                    "test": test_figures(result.test),
+                    "bytes": {"up": fit.traffic.up, "down": fit.traffic.down},
+                    "seconds": round(cli.seconds_since_start(), 3),
+                }
+            )
+            continue
+        display.result(
+            "\n".join(
+                [
+                    "",
+                    tables.as_text(
+                        tables.comparison_rows(validation=result.validation, test=result.test), result.metric
+                    ).rstrip(),
+                    f"(round {fit.best.number} of {len(fit.reports)}, picked by validation {config.objective};"
+                    f" up {format_bytes(fit.traffic.up)}, down {format_bytes(fit.traffic.down)};"
+                    f" run {tracked.run_id})",
+                    "",
+                ]
+            )
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,140 @@
+"""Search a study's space, refit the winner, compare it on the test rows, and export it."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from fedlightning import cli
+
+DESCRIPTION = """\
+Search the space of a study, trial by trial, on federated validation loss; then refit the best trial on all
+training rows, read the test set once, and export the winner to studies/clients/STUDY_clients.yaml.
+
+Started again, a study goes on where it was left: --trials is the number of complete and pruned trials that it
+shall have in all, --timeout the seconds after which this call starts no further trial (the refit comes on top).
+Ctrl-C is safe (exit status 130), and so is a killed process: its trial is tried again by the next call.
+A key=value fixes a searched key (xgb.max_depth=6), or sets one of the study's own (val_ratio=0.1)."""
+
+EXAMPLES = (
+    "--study a9a_5",
+    "--study a9a_5 --trials 5",
+    "--study a9a_5 --jobs 2 --timeout 300 xgb.max_depth=6",
+    "--study my_study.yaml --fresh",
+)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the command's parser."""
+    command = cli.parser("tune", DESCRIPTION, EXAMPLES)
+    command.add_argument("--study", required=True, metavar="NAME|PATH", help="a study in studies/, or a file")
+    command.add_argument("--trials", type=cli.positive_int, metavar="N", help="trials in all, those there included")
+    command.add_argument("--timeout", type=cli.positive_float, metavar="S", help="seconds for the search")
+    command.add_argument(
+        "--jobs", type=cli.positive_int, default=1, metavar="N", help="trials side by side (default: 1)"
+    )
+    command.add_argument(
+        "--fresh", action="store_true", help="begin anew; the earlier study is kept under another name"
+    )
+    command.add_argument("--no-export", action="store_true", help="do not write the client config")
+    cli.add_training_arguments(command)
+    return command
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit status."""
+    return cli.run(_tune, build_parser(), argv)
+
+
+def _tune(arguments: argparse.Namespace) -> None:
+    from fedlightning.config import effectless, explicit_keys, load_study, override_study, study_name
+
+    given = [
+        f"{key}={value}" for key in ("trials", "timeout", "seed") if (value := getattr(arguments, key)) is not None
+    ]
+    overrides = [*given, *arguments.overrides]
+    study = override_study(load_study(arguments.study, root=arguments.root), overrides, root=arguments.root)
+    for sentence in effectless(study, explicit_keys(overrides)):
+        cli.logger.warning("%s", sentence)
+
+    from fedlightning.federation.local_grid import warm_up
+
+    warm_up()
+
+    from rich.console import Console
+
+    from fedlightning import tables
+    from fedlightning.config import flatten
+    from fedlightning.display import Display
+    from fedlightning.experiment import task_of
+    from fedlightning.jobs.run import test_figures
+    from fedlightning.jobs.study import tune_study
+    from fedlightning.jobs.workspace import Workspace
+
+    workspace = Workspace(arguments.root, arguments.data_dir, arguments.tracking_uri, arguments.accelerator)
+    display = Display(Console(stderr=arguments.json), task_of(study.dataset).metric, quiet=arguments.quiet)
+    try:
+        result = tune_study(
+            workspace,
+            study_name(arguments.study),
+            study,
+            display,
+            jobs=arguments.jobs,
+            fresh=arguments.fresh,
+            export=not arguments.no_export,
+        )
+    finally:
+        display.close()
+    if arguments.json:
+        validation = result.validation.network
+        cli.print_json(
+            {
+                "study": result.name,
+                "trials": {
+                    "complete": result.counts.complete,
+                    "pruned": result.counts.pruned,
+                    "failed": result.counts.failed,
+                },
+                "best": {
+                    "number": result.best.number,
+                    "validation": {"loss": validation.loss, "metric": validation.metric},
+                    "params": flatten(result.clients),
+                },
+                "test": test_figures(result.test),
+                "config_file": str(result.config_file) if result.config_file else None,
+                "run_id": result.run_id,
+                "seconds": round(cli.seconds_since_start(), 3),
+            }
+        )
+        return
+    counts = result.counts
+    rows = tables.comparison_rows(validation=result.validation, test=result.test)
+    lines = [
+        "",
+        f"{result.name}: {counts.complete} complete, {counts.pruned} pruned, {counts.failed} failed trials;"
+        f" best is trial {result.best.number}",
+        *(
+            f"  {key} = {value}"
+            for key, value in flatten(result.clients).items()
+            if key in SHOWN or key in result.best.values
+        ),
+        "",
+        tables.as_text(rows, result.metric).rstrip(),
+        f"(validation: fitted on {1 - study.val_ratio:.0%}, scored on {study.val_ratio:.0%} of each client's rows; "
+        "test: fitted on all of them, read once)",
+        "",
+    ]
+    if result.config_file is not None:
+        lines.append(f"client config: {result.config_file}")
+        lines.append(
+            "use it:        python -m fedlightning.run "
+            f"--dataset {study.dataset.name} --clients {result.config_file.stem}"
+        )
+    root = "" if str(arguments.root) == "." else f" --root {arguments.root}"
+    lines.append(f"look at it:    python -m fedlightning.ui{root}")
+    display.result("\n".join(lines))
+
+
+SHOWN = ("n_estimators_client", "num_rounds", "client_num", "num_iterations", "xgb.max_depth", "CNN.lr")
+
+if __name__ == "__main__":
+    sys.exit(main())
