@@ -1,17 +1,21 @@
 """What all commands share: arguments, logging, quiet libraries, and how a failure ends."""
 
 import argparse
+import io
+import itertools
 import json
 import logging
 import os
+import shlex
 import signal
 import sys
+import textwrap
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 from fedlightning import __version__
 
@@ -31,16 +35,43 @@ _QUIET_ENVIRONMENT = {
     "DO_NOT_TRACK": "true",
 }
 
+_HELP_WIDTH = 108
+
 logger = logging.getLogger("fedlightning")
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, like every other error."""
+
+    def error(self, message: str) -> NoReturn:
+        """Leave with the message."""
+        self.exit(EXIT_USAGE, f"ERROR: {message}; see {self.prog} --help\n")
+
+
+class _Stderr(logging.StreamHandler[TextIO]):
+    """Writes to what sys.stderr is at that moment: a live line puts itself there, so that it is not torn apart."""
+
+    @property
+    def stream(self) -> TextIO:
+        """The stream to write to."""
+        return sys.stderr
+
+    @stream.setter
+    def stream(self, value: TextIO) -> None:
+        pass
 
 
 def parser(command: str, description: str, examples: Sequence[str]) -> argparse.ArgumentParser:
     """Return a parser with the arguments that every command takes."""
-    made = argparse.ArgumentParser(
-        prog=f"python -m fedlightning.{command}",
-        description=description,
-        epilog="examples:\n" + "\n".join(f"  python -m fedlightning.{command} {line}".rstrip() for line in examples),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    called = program(command)
+    made = Parser(
+        prog=called,
+        description=_filled(description),
+        epilog="examples:\n" + "\n".join(f"  {called} {line}".rstrip() for line in examples),
+        # The same text in every terminal, and wide enough that it fits one screen.
+        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(
+            prog, max_help_position=26, width=_HELP_WIDTH
+        ),
         allow_abbrev=False,
     )
     common = made.add_argument_group("everywhere")
@@ -66,27 +97,64 @@ def parser(command: str, description: str, examples: Sequence[str]) -> argparse.
     return made
 
 
-def add_training_arguments(command: argparse.ArgumentParser) -> None:
-    """Add what the commands that train share."""
-    command.add_argument("--seed", type=_seed, metavar="N", help="seed of trees, validation cut, network and batches")
-    command.add_argument(
-        "--accelerator", choices=("cpu", "auto"), default="cpu", help="device for the network (default: cpu)"
-    )
+def program(command: str) -> str:
+    """Return how a command is called: as a module, or below the program that lists all commands."""
+    started = Path(sys.argv[0])
+    if started.stem == "fedlightning":
+        return f"fedlightning {command}"
+    if started.parts[-2:] == ("fedlightning", "__main__.py"):
+        return f"python -m fedlightning {command}"
+    return f"python -m fedlightning.{command}"
+
+
+def rooted(command: str, root: Path, *words: object) -> str:
+    """Return a command line to copy: what else it takes, and the same root if it is not this folder."""
+    place = [] if root == Path() else ["--root", root]
+    return " ".join([program(command), *(shlex.quote(str(word)) for word in (*words, *place))])
+
+
+def add_training_arguments(command: argparse.ArgumentParser, *, network: bool = True) -> None:
+    """Add what the commands that train share; those without a network take no device for it."""
+    purposes = "trees, validation cut, network and batches" if network else "the trees"
+    command.add_argument("--seed", type=_seed, metavar="N", help=f"seed of {purposes}")
+    if network:
+        command.add_argument(
+            "--accelerator", choices=("cpu", "auto"), default="cpu", help="device for the network (default: cpu)"
+        )
     command.add_argument("--json", action="store_true", help="print nothing but JSON, an object per line, on stdout")
     command.add_argument("overrides", nargs="*", metavar="key=value", help="settings by their dotted path")
 
 
-def run(main: Callable[[argparse.Namespace], None], made: argparse.ArgumentParser, argv: Sequence[str] | None) -> int:
-    """Parse, call a command's main function, and turn what it raises into a message and an exit status."""
+def run(
+    main: Callable[[argparse.Namespace], None],
+    made: argparse.ArgumentParser,
+    argv: Sequence[str] | None,
+    *,
+    when_stopped: str = "",
+) -> int:
+    """Parse, call a command's main function, and turn what it raises into a message and an exit status.
+
+    Args:
+        main: The command.
+        made: Its parser.
+        argv: Arguments in place of the process's own.
+        when_stopped: What becomes of the work when somebody stops the command.
+    """
     arguments = made.parse_intermixed_args(argv)
     configure(verbose=arguments.verbose, quiet=arguments.quiet)
     signal.signal(signal.SIGTERM, _terminate)
+    ending = f"; {when_stopped}" if when_stopped else ""
     try:
+        _check_paths(arguments.root.absolute(), arguments.data_dir)
         main(arguments)
         sys.stdout.flush()
     except KeyboardInterrupt:
-        logger.error("interrupted; what was finished is stored, and the same command goes on from there")
+        logger.error("interrupted%s", ending)
         return EXIT_INTERRUPTED
+    except SystemExit as stop:
+        if stop.code == EXIT_TERMINATED:
+            logger.error("terminated%s", ending)
+        raise
     except BrokenPipeError:
         # Whoever read our output has seen enough; what is left in the buffer has no reader.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -102,8 +170,11 @@ def configure(*, verbose: int, quiet: bool) -> None:
     """Set up logging and keep the libraries quiet unless the user asks."""
     for name, value in _QUIET_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A name that the terminal's character set lacks is no reason to lose a result.
+        sys.stdout.reconfigure(errors="backslashreplace")
     level = logging.ERROR if quiet else (logging.WARNING, logging.INFO, logging.DEBUG)[min(verbose, 2)]
-    handler = logging.StreamHandler()
+    handler = _Stderr()
     handler.setFormatter(logging.Formatter("%(levelname)s: %(message)s" if verbose < 2 else logging.BASIC_FORMAT))
     logging.basicConfig(level=logging.INFO if verbose > 1 else logging.WARNING, handlers=[handler], force=True)
     logger.setLevel(level)
@@ -132,6 +203,27 @@ def seconds_since_start() -> float:
         import time
 
         return time.process_time()
+
+
+def _check_paths(*paths: Path | None) -> None:
+    """Refuse a path that is no text here before a database is asked to open it."""
+    for path in filter(None, paths):
+        try:
+            str(path).encode()
+        except UnicodeEncodeError:
+            raise ValueError(
+                f"the path {str(path)!a} is not text in the character set {sys.getfilesystemencoding()}; "
+                "set PYTHONUTF8=1, or choose another folder"
+            ) from None
+
+
+def _filled(text: str) -> str:
+    """Return a text with its paragraphs filled; indented lines, such as a list's, stay as they are."""
+    parts = []
+    for is_plain, lines in itertools.groupby(text.splitlines(), lambda line: bool(line) and line[0] != " "):
+        together = "\n".join(lines)
+        parts.append(textwrap.fill(together, _HELP_WIDTH) if is_plain else together)
+    return "\n".join(parts)
 
 
 def _fail(error: BaseException, status: int, verbose: int) -> int:

@@ -114,12 +114,12 @@ class FederatedFit:
 
     @property
     def traffic(self) -> Traffic:
-        """Everything sent, up to the last round."""
+        """Everything that training sent, up to the last round; asking how the rivals do is not part of it."""
         return self._traffic_until(len(self.reports))
 
     @property
     def traffic_to_best(self) -> Traffic:
-        """Everything sent, up to the chosen round."""
+        """Everything that training sent, up to the chosen round."""
         return self._traffic_until(self.best.number)
 
     @property

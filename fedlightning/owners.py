@@ -42,8 +42,9 @@ def is_alive(folder: Path, owner: str) -> bool:
         probe.acquire(timeout=0)
     except Timeout:
         return True
-    probe.release()
+    # Removed before it is released: a process that takes this very lock now would hold a file that nobody finds.
     path.unlink(missing_ok=True)
+    probe.release()
     return False
 
 

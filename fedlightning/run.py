@@ -3,21 +3,25 @@
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from fedlightning import cli
 
+if TYPE_CHECKING:
+    from fedlightning.config import RunConfig
+
 DESCRIPTION = """\
-Train with the values of a client config: grow every client's trees once, share the forest, train the network
-round by round, pick the round by federated validation loss, and read the test set once, at the end.
-The network is shown beside mean-margin (the same forest, averaged), local-only (each client's own trees) and
-centralized XGBoost on the union of the same training rows.
-Client configs are found in studies/clients/, then among the published ones (a9a_5_clients, paper_5_clients, ...).
+Train with the values of a client config: grow every client's trees once, share the forest, train the
+network round by round, pick the round by federated validation loss, and read the test set once, at the end.
+The network is shown beside mean-margin (the same forest, averaged), local-only (each client's own trees)
+and centralized XGBoost on the union of the same training rows.
+Client configs are found in studies/clients/, then among the published (a9a_5_clients, paper_5_clients, ...).
 A key=value sets anything: num_rounds=5, xgb.subsample=0.9, dataset.patience=5, val_ratio=0.1, batch_size=64."""
 
 EXAMPLES = (
     "--dataset a9a --clients a9a_5_clients",
     "--dataset a9a --clients a9a_2_clients,a9a_5_clients --seed 1",
-    "--dataset abalone --clients abalone_5_clients num_rounds=30 xgb.gamma=0 xgb.alpha=0",
+    "--dataset abalone --clients abalone_5_clients num_rounds=30 xgb.gamma=0",
     "--dataset breast_cancer --clients paper_2_clients num_rounds=10 --json",
 )
 
@@ -33,7 +37,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status."""
-    return cli.run(_run, build_parser(), argv)
+    return cli.run(_run, build_parser(), argv, when_stopped="the run is marked KILLED in the tracking store")
 
 
 def _run(arguments: argparse.Namespace) -> None:
@@ -53,11 +57,18 @@ def _run(arguments: argparse.Namespace) -> None:
     for sentence in dict.fromkeys(s for c in configs for s in effectless(c, explicit_keys(arguments.overrides))):
         cli.logger.warning("%s", sentence)
 
+    from rich.console import Console
+
+    from fedlightning.downloads import fetch_missing
+
+    console = Console(stderr=arguments.json)
+    fetch_missing(configs[0].dataset.name, arguments.data_dir, console, quiet=arguments.quiet)
+
+    from fedlightning.federation.engines import client_processes
     from fedlightning.federation.local_grid import warm_up
 
-    warm_up()
-
-    from rich.console import Console
+    if client_processes(max(config.clients.client_num for config in configs)):
+        warm_up()
 
     from fedlightning import tables
     from fedlightning.config import to_yaml
@@ -67,12 +78,14 @@ def _run(arguments: argparse.Namespace) -> None:
     from fedlightning.jobs.workspace import Workspace
 
     workspace = Workspace(arguments.root, arguments.data_dir, arguments.tracking_uri, arguments.accelerator)
-    console = Console(stderr=arguments.json)
+    told = 0.0
     for name, config in zip(names, configs, strict=True):
         display = Display(console, task_of(config.dataset).metric, quiet=arguments.quiet)
         display.phase(f"# {name}\n{to_yaml(config).rstrip()}")
         tracked = run_clients(workspace, config, name, display)
         result, fit = tracked.result, tracked.result.fit
+        # The first one's seconds include the start of this process.
+        seconds, told = cli.seconds_since_start() - told, cli.seconds_since_start()
         if arguments.json:
             best = fit.best.validation
             cli.print_json(
@@ -86,7 +99,7 @@ def _run(arguments: argparse.Namespace) -> None:
                     "validation": {"loss": best.loss, "metric": best.metric} if best else None,
                     "test": test_figures(result.test),
                     "bytes": {"up": fit.traffic.up, "down": fit.traffic.down},
-                    "seconds": round(cli.seconds_since_start(), 3),
+                    "seconds": round(seconds, 3),
                 }
             )
             continue
@@ -97,13 +110,17 @@ def _run(arguments: argparse.Namespace) -> None:
                     tables.as_text(
                         tables.comparison_rows(validation=result.validation, test=result.test), result.metric
                     ).rstrip(),
-                    f"(round {fit.best.number} of {len(fit.reports)}, picked by validation {config.objective};"
-                    f" up {format_bytes(fit.traffic.up)}, down {format_bytes(fit.traffic.down)};"
-                    f" run {tracked.run_id})",
+                    f"network of round {fit.best.number}, {_reason(config)}; rounds done: {len(fit.reports)}",
+                    f"sent in all: up {format_bytes(fit.traffic.up)}, down {format_bytes(fit.traffic.down)}",
+                    f"MLflow run: {tracked.run_id}, look at it: {cli.rooted('ui', arguments.root)}",
                     "",
                 ]
             )
         )
+
+
+def _reason(config: "RunConfig") -> str:
+    return f"picked by validation {config.objective}" if config.val_ratio else "the last, as nothing was validated"
 
 
 if __name__ == "__main__":

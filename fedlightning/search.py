@@ -1,16 +1,19 @@
 """Search a study's space with Optuna: storage, proposals, pruning, and what a dead worker left behind."""
 
 import logging
+import sqlite3
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import optuna
-from filelock import FileLock
+from filelock import FileLock, Timeout
 from optuna.trial import FrozenTrial, TrialState
 
 from fedlightning.config import (
@@ -22,9 +25,11 @@ from fedlightning.config import (
     definition,
     differences,
     start_values,
+    study_from_definition,
     trial_clients,
 )
-from fedlightning.owners import is_alive, living_owners
+from fedlightning.config.problems import closest_first
+from fedlightning.owners import is_alive
 from fedlightning.seeds import derive_seed
 from fedlightning.tracking import sqlite_uri
 
@@ -34,9 +39,12 @@ Pruned = optuna.TrialPruned
 """Raised by a proposal's report when the trial is not worth going on with."""
 
 DEFINITION = "definition"
+WORKERS = "workers"
 OWNER = "owner"
+START_FROM = "start_from"
 RETRY_OF = "retry_of"
 _OWNERLESS_SECONDS = 60
+_CREATION_SECONDS = 120
 _STARTUP_TRIALS = 5
 _WARMUP_ROUNDS = 5
 
@@ -101,12 +109,43 @@ def owners_folder(root: Path) -> Path:
 
 
 def open_storage(root: Path) -> optuna.storages.BaseStorage:
-    """Open the store of studies, creating it on first use, one process at a time."""
+    """Open the store of studies, creating it on first use, one process at a time.
+
+    Raises:
+        OSError: The folder or the database cannot be written.
+        ValueError: There is something else in the database's place.
+    """
     path = storage_file(root).absolute()
-    path.parent.mkdir(parents=True, exist_ok=True)
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    with FileLock(path.with_name(".optuna.lock")):
+    lock = FileLock(path.with_name(".optuna.lock"), timeout=_CREATION_SECONDS)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    except Timeout as error:
+        raise OSError(
+            f"another process has held {lock.lock_file} for {_CREATION_SECONDS} s; end it, or try again"
+        ) from error
+    except OSError as error:
+        raise OSError(
+            f"cannot write the folder {path.parent}: {error.strerror or error}; choose another --root"
+        ) from error
+    try:
+        _check_database(path)
         return optuna.storages.RDBStorage(sqlite_uri(path), engine_kwargs={"connect_args": {"timeout": 60}})
+    finally:
+        lock.release()
+
+
+def _check_database(path: Path) -> None:
+    """Fail with the file's name and a way out, where Optuna would show SQLAlchemy's statement."""
+    try:
+        with closing(sqlite3.connect(path, timeout=60)) as database:
+            database.execute("BEGIN IMMEDIATE")
+            database.rollback()
+    except sqlite3.OperationalError as error:
+        raise OSError(f"cannot write the database of studies {path}: {error}; choose another --root") from error
+    except sqlite3.DatabaseError as error:
+        raise ValueError(f"{path} is no database of studies ({error}); move it away and run again") from error
 
 
 @dataclass
@@ -150,24 +189,32 @@ class StudySearch:
             study.set_user_attr(DEFINITION, definition(self.config))
             start = start_values(self.config)
             if start:
-                study.enqueue_trial(start, user_attrs={"start_from": str(self.config.start_from)})
+                study.enqueue_trial(start, user_attrs={START_FROM: str(self.config.start_from)})
         return notices
 
-    def reap(self) -> list[TrialSummary]:
-        """Fail the trials whose worker is gone, propose each once more, and return them."""
+    def enter(self, owner: str) -> list[TrialSummary]:
+        """Note that a worker works on the study; fail the trials of those that are gone, and return them.
+
+        Each of those trials is proposed once more: one that ends its process every time must not go on for ever.
+
+        Args:
+            owner: Name of the lock that says that the worker lives.
+        """
         folder = owners_folder(self.root)
         reaped = []
         with FileLock(self.root / "mlruns" / ".study.lock"):
             study = self._load()
-            alone = len(living_owners(folder)) <= 1
+            others = self._living_workers(study)
+            study.set_user_attr(WORKERS, [*others, owner])
             for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
-                owner = trial.user_attrs.get(OWNER)
-                if is_alive(folder, owner) if owner else not alone and _age(trial) < _OWNERLESS_SECONDS:
+                known = trial.user_attrs.get(OWNER)
+                # A trial has no owner yet for the moment in which its worker begins with it.
+                if is_alive(folder, known) if known else others and _age(trial) < _OWNERLESS_SECONDS:
                     continue
                 self.storage.set_trial_state_values(trial._trial_id, TrialState.FAIL)
                 if RETRY_OF not in trial.user_attrs:
-                    study.enqueue_trial(trial.params, user_attrs={RETRY_OF: trial.number})
-                reaped.append(_summary(trial))
+                    _propose_again(study, trial, {RETRY_OF: trial.number})
+                reaped.append(self._summary(self.storage.get_trial(trial._trial_id)))
         return reaped
 
     def run(
@@ -200,22 +247,35 @@ class StudySearch:
         )
 
         def objective(trial: optuna.Trial) -> float:
+            try:
+                return attempt(trial)
+            except Pruned:
+                raise
+            except BaseException as reason:
+                self._take_back(study, trial, reason)
+                raise
+
+        def attempt(trial: optuna.Trial) -> float:
             trial.set_user_attr(OWNER, owner)
-            values = {key: _suggest(trial, key, entry) for key, entry in self.config.searched.items()}
+            values = {
+                key: _as_written(entry, _suggest(trial, key, entry)) for key, entry in self.config.searched.items()
+            }
 
             def report(value: float, number: int) -> None:
                 if self.stopping.is_set():
                     raise KeyboardInterrupt
                 trial.report(value, number)
                 if trial.should_prune():
-                    raise Pruned(f"round {number} is not among the better half")
+                    raise Pruned(f"its best of {number} rounds is worse than the median of the other trials")
 
             clients = trial_clients(self.config, values)
             return evaluate(Proposal(trial.number, clients, report, trial.set_user_attr))
 
         while self._claim(total, deadline):
             try:
-                study.optimize(objective, n_trials=1, callbacks=[lambda _, trial: on_end(_summary(trial))], catch=())
+                study.optimize(
+                    objective, n_trials=1, callbacks=[lambda _, trial: on_end(self._summary(trial))], catch=()
+                )
             finally:
                 with self._claims:
                     self._claimed -= 1
@@ -233,7 +293,11 @@ class StudySearch:
         """
         best = self.best_or_none()
         if best is None:
-            raise ValueError(f"study {self.name!r} has no complete trial yet; give it more --trials or --timeout")
+            counts = self.counts()
+            raise ValueError(
+                f"study {self.name!r} has no complete trial ({counts.pruned} pruned, {counts.failed} failed); "
+                "give it more --trials or a longer --timeout"
+            )
         return best
 
     def best_or_none(self) -> TrialSummary | None:
@@ -243,7 +307,7 @@ class StudySearch:
 
     def trials(self) -> list[TrialSummary]:
         """Return all trials, oldest first."""
-        return [_summary(trial) for trial in self._load().get_trials(deepcopy=False)]
+        return [self._summary(trial) for trial in self._load().get_trials(deepcopy=False)]
 
     def optuna_study(self) -> optuna.Study:
         """Return Optuna's own view, for its figures."""
@@ -253,9 +317,36 @@ class StudySearch:
         """Return a stored attribute of the study, or None."""
         return self._load().user_attrs.get(key)
 
+    def stored_attribute(self, key: str) -> Any:
+        """Return an attribute of the study as it is stored, or None; also where it was never begun."""
+        study = self._stored()
+        return None if study is None else study.user_attrs.get(key)
+
     def set_attribute(self, key: str, value: Any) -> None:
         """Store an attribute of the study."""
         self._load().set_user_attr(key, value)
+
+    def _summary(self, trial: FrozenTrial) -> TrialSummary:
+        seconds = trial.duration.total_seconds() if trial.duration else None
+        value = trial.value if trial.state == TrialState.COMPLETE else None
+        space = self.config.searched
+        values = {key: _as_written(space[key], taken) if key in space else taken for key, taken in trial.params.items()}
+        return TrialSummary(trial.number, _STATES[trial.state], value, values, dict(trial.user_attrs), seconds)
+
+    def _take_back(self, study: optuna.Study, trial: optuna.Trial, reason: BaseException) -> None:
+        """Propose an interrupted trial again, and the starting values once more if their trial failed."""
+        frozen = self.storage.get_trial(trial._trial_id)
+        if not isinstance(reason, Exception):
+            _propose_again(study, frozen, {})
+        elif START_FROM in frozen.user_attrs and RETRY_OF not in frozen.user_attrs:
+            _propose_again(study, frozen, {RETRY_OF: trial.number})
+        if not isinstance(reason, Exception | KeyboardInterrupt):
+            # Optuna ends a trial after the other two only.
+            self.storage.set_trial_state_values(trial._trial_id, TrialState.FAIL)
+
+    def _living_workers(self, study: optuna.Study) -> list[str]:
+        folder = owners_folder(self.root)
+        return [worker for worker in study.user_attrs.get(WORKERS, ()) if is_alive(folder, worker)]
 
     def _claim(self, total: int, deadline: float | None) -> bool:
         if self.stopping.is_set() or (deadline is not None and time.monotonic() >= deadline):
@@ -285,10 +376,10 @@ class StudySearch:
             )
 
     def _archive(self, study: optuna.Study) -> str:
-        folder = owners_folder(self.root)
+        if self._living_workers(study):
+            raise ValueError(f"study {self.name!r} is being worked on; wait for it or stop it before --fresh")
         for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
-            if is_alive(folder, trial.user_attrs.get(OWNER, "")):
-                raise ValueError(f"study {self.name!r} is being worked on; wait for it or stop it before --fresh")
+            self.storage.set_trial_state_values(trial._trial_id, TrialState.FAIL)
         kept = f"{self.name}@{datetime.now(UTC):%Y-%m-%dT%H:%M:%S.%f}"
         # Copied before it is deleted: nothing is lost if this process dies in between.
         optuna.copy_study(
@@ -298,18 +389,34 @@ class StudySearch:
         return f"the earlier study {self.name!r} is kept as {kept!r}"
 
 
-def find_search(name: str, config: StudyConfig, root: Path) -> StudySearch:
-    """Return a study that has been begun below a root.
+def find_search(name: str, root: Path) -> StudySearch:
+    """Return a study that has been begun below a root, with the definition that it was begun with.
 
     Raises:
         LookupError: There is none of that name.
     """
     path = storage_file(root)
+    names: list[str] = []
     if path.exists():
-        search = StudySearch(name, config, root, open_storage(root))
-        if search._stored() is not None:
-            return search
-    raise LookupError(f"study {name!r} has no trials in {path}; run `python -m fedlightning.tune --study {name}` first")
+        storage = open_storage(root)
+        names = optuna.get_all_study_names(storage)
+        if name in names:
+            stored = optuna.load_study(study_name=name, storage=storage).user_attrs.get(DEFINITION, {})
+            config = study_from_definition(stored, source=f"{path}: study {name!r}")
+            return StudySearch(name, config, root, storage)
+    stored_names = ", ".join(closest_first(name, names)) or "none"
+    raise LookupError(
+        f"no study {name!r} in {path}; stored: {stored_names}; "
+        f"begin it with `python -m fedlightning.tune --study {name}`, or give another --root"
+    )
+
+
+def _propose_again(study: optuna.Study, trial: FrozenTrial, attributes: Mapping[str, Any]) -> None:
+    """Enqueue a trial's values; those it was given are kept even if it ended before it took them all."""
+    values = {**trial.system_attrs.get("fixed_params", {}), **trial.params}
+    kept = {key: trial.user_attrs[key] for key in (START_FROM, RETRY_OF) if key in trial.user_attrs}
+    if values:
+        study.enqueue_trial(values, user_attrs={**kept, **attributes})
 
 
 def _suggest(trial: optuna.Trial, key: str, entry: Choices | Range) -> Scalar:
@@ -320,6 +427,14 @@ def _suggest(trial: optuna.Trial, key: str, entry: Choices | Range) -> Scalar:
     if entry.kind == "int":
         return trial.suggest_int(key, int(entry.low), int(entry.high), step=int(entry.step or 1), log=entry.log)
     return trial.suggest_float(key, entry.low, entry.high, step=entry.step, log=entry.log)
+
+
+def _as_written(entry: Choices | Range, value: Scalar) -> Scalar:
+    """Return a value of a grid as its study file would write it: counted in binary, 0.1 + 2 * 0.1 is not 0.3."""
+    if not isinstance(entry, Range) or entry.step is None or entry.kind == "int":
+        return value
+    low, step = Fraction(repr(entry.low)), Fraction(repr(entry.step))
+    return float(low + round((Fraction(value) - low) / step) * step)
 
 
 def _sampler(name: str, seed: int) -> optuna.samplers.BaseSampler:
@@ -334,12 +449,6 @@ def _pruner(name: str) -> optuna.pruners.BasePruner:
     if name == "none":
         return optuna.pruners.NopPruner()
     return optuna.pruners.MedianPruner(n_startup_trials=_STARTUP_TRIALS, n_warmup_steps=_WARMUP_ROUNDS)
-
-
-def _summary(trial: FrozenTrial) -> TrialSummary:
-    seconds = trial.duration.total_seconds() if trial.duration else None
-    value = trial.value if trial.state == TrialState.COMPLETE else None
-    return TrialSummary(trial.number, _STATES[trial.state], value, dict(trial.params), dict(trial.user_attrs), seconds)
 
 
 def _age(trial: FrozenTrial) -> float:

@@ -3,7 +3,7 @@
 import csv
 import io
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -71,9 +71,19 @@ def _competitors(comparison: "Comparison | None") -> "dict[str, Scores]":
 
 def as_text(rows: Sequence[ComparisonRow], metric: str) -> str:
     """Render aligned columns for a terminal: accuracy in percent, anything else with 4 significant digits."""
-    cells = [_header(metric), *(_cells(row, metric) for row in rows)]
+    return align([_header(metric), *(_cells(row, metric) for row in rows)])
+
+
+def align(cells: Sequence[Sequence[str]], *, left: Collection[int] = (0,)) -> str:
+    """Return lines of cells in columns below a ruled header; the columns ``left`` hold words, the others numbers."""
     widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
-    lines = ["  ".join(map(_align, line, widths, range(len(line)))) for line in cells]
+    lines = [
+        "  ".join(
+            cell.ljust(width) if column in left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in cells
+    ]
     return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]]) + "\n"
 
 
@@ -121,7 +131,3 @@ def _header(metric: str) -> list[str]:
 def _cells(row: ComparisonRow, metric: str) -> list[str]:
     formats: list[Callable[[float | None], str]] = [format_loss, lambda value: format_metric(metric, value)]
     return [row.name, *(formats[i % 2](value) for i, value in enumerate(row.figures))]
-
-
-def _align(cell: str, width: int, column: int) -> str:
-    return cell.ljust(width) if column == 0 else cell.rjust(width)

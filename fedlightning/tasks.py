@@ -86,7 +86,7 @@ class TargetStatistics:
         """Population standard deviation; 1 if the target is constant, so that scaling stays defined."""
         variance = self.target_sum_of_squares / self.examples - self.mean**2
         # Cancellation leaves rounding noise of this size where every target is the same.
-        noise = 1e-14 * max(1.0, self.target_sum_of_squares / self.examples)
+        noise = 1e-14 * self.target_sum_of_squares / self.examples
         return math.sqrt(variance) if variance > noise else 1.0
 
 
@@ -114,6 +114,8 @@ class Task:
     """What the loss expects of a target."""
     row_losses: Callable[[Tensor, Tensor], Tensor]
     """(logits ``(rows, outputs)``, standardized targets ``(rows,)``) -> loss of each row."""
+    row_gradients: Callable[[Tensor, Tensor], Tensor]
+    """Same arguments -> derivative of each row's loss by its logits, shape ``(rows, outputs)``."""
     metric_sum: Callable[[Tensor, Tensor], Tensor]
     """(outputs in original units ``(rows, outputs)``, targets) -> sum of the metric over the rows."""
 
@@ -157,6 +159,18 @@ def _class_losses(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits, targets, reduction="none")
 
 
+def _binary_gradients(logits: Tensor, targets: Tensor) -> Tensor:
+    return torch.sigmoid(logits) - targets.unsqueeze(1)
+
+
+def _error_gradients(predictions: Tensor, targets: Tensor) -> Tensor:
+    return 2 * (predictions - targets.unsqueeze(1))
+
+
+def _class_gradients(logits: Tensor, targets: Tensor) -> Tensor:
+    return torch.softmax(logits, dim=1) - F.one_hot(targets, logits.shape[1])
+
+
 def _binary_hits(logits: Tensor, targets: Tensor) -> Tensor:
     # A logit of 0 is a probability of one half. torchmetrics applies a sigmoid only to values outside 0..1,
     # so it gets the decided classes.
@@ -195,6 +209,7 @@ TASKS: Mapping[str, Task] = {
             is_classification=True,
             target_dtype=torch.float32,
             row_losses=_binary_losses,
+            row_gradients=_binary_gradients,
             metric_sum=_binary_hits,
             base_score=_positive_rate,
             intercept=_logit,
@@ -208,6 +223,7 @@ TASKS: Mapping[str, Task] = {
             is_classification=True,
             target_dtype=torch.int64,
             row_losses=_class_losses,
+            row_gradients=_class_gradients,
             metric_sum=_class_hits,
             # One number cannot be the prior of several classes, and softmax ignores a common shift.
             base_score=lambda statistics: 0.0,
@@ -222,6 +238,7 @@ TASKS: Mapping[str, Task] = {
             is_classification=False,
             target_dtype=torch.float32,
             row_losses=_squared_errors,
+            row_gradients=_error_gradients,
             metric_sum=_squared_error_sum,
             base_score=lambda statistics: statistics.mean,
             intercept=lambda base_score: base_score,

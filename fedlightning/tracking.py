@@ -37,6 +37,8 @@ RETRY_AFTER = 30.0
 _CREATION_TIMEOUT = 120.0
 _PAGE = 1000
 _BATCH = 100  # MLflow's limit for the params of one log_batch
+# Without it, MLflow's page opens on traces of language models, of which there are none here.
+_MODEL_TRAINING = {"mlflow.experimentKind": "custom_model_development"}
 _METRIC_BATCH = 1000  # and for its metrics
 _KEY_LENGTH = 250
 _PARAM_LENGTH = 6000
@@ -68,7 +70,8 @@ class TrackingStore:
     def __init__(self, uri: str, client: "MlflowClient", artifact_location: str | None) -> None:
         self.uri = uri
         self.client = client
-        self._artifact_location = artifact_location
+        self.artifact_location = artifact_location
+        """Below which new experiments keep their files; None where a server decides that."""
 
     def __repr__(self) -> str:
         return f"TrackingStore({self.uri!r})"
@@ -85,13 +88,13 @@ class TrackingStore:
             OSError: The folder or the database cannot be written.
             ValueError: The URI, or what it leads to, is no store that MLflow can use.
         """
-        mlruns = root.expanduser().absolute() / "mlruns"
+        database = default_database(root)
+        mlruns = database.parent
         uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
         if uri:
             _refuse_file_store(uri, mlruns)
             if _is_server(uri):
                 return cls(uri, _connect(uri), artifact_location=None)
-        database = mlruns / "mlflow.db"
         artifact_location = (mlruns / "artifacts").as_uri()
         with _creation_lock(mlruns):
             if not uri:
@@ -108,7 +111,7 @@ class TrackingStore:
             experiment = self.client.get_experiment_by_name(name)
             try:
                 if experiment is None:
-                    return self.client.create_experiment(name, artifact_location=self._artifact_location)
+                    return self.client.create_experiment(name, self.artifact_location, tags=_MODEL_TRAINING)
                 if experiment.lifecycle_stage == "deleted":
                     self.client.restore_experiment(experiment.experiment_id)
                     _logger.info("restored the deleted experiment %r", name)
@@ -172,12 +175,16 @@ class TrackingStore:
         with self._answering(f"end the run {run_id}"):
             self.client.set_terminated(run_id, status)
 
-    def close_stale(self, run_ids: Iterable[str], status: RunStatus = "KILLED") -> list[str]:
-        """End those of the runs that still count as running; returns their ids."""
+    def close_stale(
+        self, run_ids: Iterable[str], status: RunStatus = "KILLED", *, tags: Mapping[str, str] | None = None
+    ) -> list[str]:
+        """End those of the runs that still count as running, with further ``tags``; returns their ids."""
         closed = []
         for run_id in run_ids:
             with self._answering(f"close the run {run_id}"):
                 if self.client.get_run(run_id).info.status == "RUNNING":
+                    for key, value in (tags or {}).items():
+                        self.client.set_tag(run_id, key, value)
                     self.client.set_terminated(run_id, status)
                     closed.append(run_id)
         return closed
@@ -390,6 +397,11 @@ def comparison_metrics(prefix: str, comparison: "Comparison", *, metric: str) ->
         if scores is not None:
             values |= score_metrics(f"{prefix}_{name}", scores, metric=metric)
     return values
+
+
+def default_database(root: Path) -> Path:
+    """Return the file of the store below a root, absolute."""
+    return root.expanduser().absolute() / "mlruns" / "mlflow.db"
 
 
 def sqlite_uri(path: Path) -> str:

@@ -97,7 +97,8 @@ def fit(
             enable_model_summary=False,
             num_sanity_val_steps=0,
         )
-        trainer.fit(module, loader)
+        with _own_interrupt():
+            trainer.fit(module, loader)
     assert trainer.global_step == num_iterations, (trainer.global_step, num_iterations)
     module.cpu()
     return module.training_tally()
@@ -128,6 +129,17 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+@contextmanager
+def _own_interrupt() -> Iterator[None]:
+    """Let Ctrl-C stay a KeyboardInterrupt: Lightning makes it an exit of the process with status 1."""
+    try:
+        yield
+    except SystemExit as error:
+        if isinstance(error.__context__, KeyboardInterrupt):
+            raise error.__context__ from None
+        raise
 
 
 @contextmanager

@@ -1,7 +1,6 @@
 """Grow each client's trees once, carry them as checked bytes, and read what every tree says about a row."""
 
 import json
-import math
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,8 @@ from numpy.typing import NDArray
 FORMAT = "fedlightning.ensemble/1"
 MAX_ENSEMBLE_BYTES = 256 * 2**20
 """Largest decompressed ensemble that is read from a peer."""
+# The largest single-precision number as it is written: its shortest decimal is a little above it.
+_LARGEST = float(str(np.finfo(np.float32).max))
 _LEAF = -1
 _NO_PARENT = 2**31 - 1
 
@@ -122,13 +123,17 @@ class Ensemble:
         Raises:
             ValueError: Anything differs from what was asked for, or is not a well-formed tree.
         """
-        document = _parse(data)
+        document = _parse(data, _size_limit(features=features, trees=n_estimators * outputs, max_depth=max_depth))
         for key, expected in (("format", FORMAT), ("features", features), ("outputs", outputs)):
-            if document.get(key) != expected:
-                raise ValueError(f"ensemble has {key} {str(document.get(key))[:60]!r}, expected {expected!r}")
+            found = document.get(key)
+            # Python takes True for 1 and 5.0 for 5; here they are no numbers of columns.
+            if type(found) is not type(expected) or found != expected:
+                raise ValueError(f"ensemble has {key} {str(found)[:60]!r}, expected {expected!r}")
         intercept = document.get("intercept")
-        if not isinstance(intercept, float) or not math.isfinite(intercept):
-            raise ValueError(f"ensemble has the intercept {str(intercept)[:60]!r}, expected a finite float")
+        if not isinstance(intercept, float) or not abs(intercept) <= _LARGEST:
+            raise ValueError(
+                f"ensemble has the intercept {str(intercept)[:60]!r}, expected a finite single-precision number"
+            )
         nodes = _integers(document, "nodes", low=1, high=2 ** (max_depth + 1) - 1)
         if len(nodes) != n_estimators * outputs:
             raise ValueError(f"ensemble has {len(nodes)} trees, expected {n_estimators * outputs}")
@@ -371,17 +376,29 @@ def grow_ensemble(
     return Ensemble.from_booster(booster, features=x.shape[1], outputs=outputs, intercept=intercept)
 
 
-def _parse(data: bytes) -> Mapping[str, Any]:
+def _size_limit(*, features: int, trees: int, max_depth: int) -> int:
+    """Return the bytes that the JSON of so many full trees fills at most."""
+    # A split's column, a number (19 characters in single precision) and a direction, with commas.
+    node = len(str(features)) + 1 + 20 + 1
+    return min(MAX_ENSEMBLE_BYTES, 1024 + trees * (12 + ((2 << max_depth) - 1) * node))
+
+
+def _parse(data: bytes, limit: int) -> Mapping[str, Any]:
     decompressor = zlib.decompressobj()
     try:
-        text = decompressor.decompress(data, MAX_ENSEMBLE_BYTES)
+        text = decompressor.decompress(data, limit)
     except zlib.error as error:
         raise ValueError(f"ensemble is not compressed JSON: {error}") from None
     if not decompressor.eof:
-        raise ValueError(f"ensemble is cut short, or holds more than {MAX_ENSEMBLE_BYTES} bytes")
+        raise ValueError(f"ensemble is cut short, or holds more than the {limit} bytes that its trees can fill")
+    if decompressor.unused_data:
+        raise ValueError(f"ensemble is followed by {len(decompressor.unused_data)} bytes that do not belong to it")
+    # One object with three lists. Nested containers take the parser many times the memory of their text.
+    if text.count(b"{") > 1 or text.count(b"[") > 3:
+        raise ValueError("ensemble is nested, expected one flat object")
     try:
         document = json.loads(text)
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ValueError(f"ensemble is not JSON: {error}") from None
     if not isinstance(document, dict):
         raise ValueError(f"ensemble is a JSON {type(document).__name__}, expected an object")
@@ -404,9 +421,8 @@ def _integers(document: Mapping[str, Any], key: str, *, low: int, high: int) -> 
 
 def _finite_floats(document: Mapping[str, Any], key: str) -> NDArray[np.float32]:
     entries = _entries(document, key, (int, float))
-    limit = float(np.finfo(np.float32).max)
     # Compared in Python: an integer may be too long for a float, and NaN fails every comparison.
-    wrong = next((entry for entry in entries if not -limit <= entry <= limit), None)
+    wrong = next((entry for entry in entries if not -_LARGEST <= entry <= _LARGEST), None)
     if wrong is not None:
         raise ValueError(f"ensemble has {str(wrong)[:40]} in {key}, expected finite single-precision numbers")
     return np.asarray(entries, dtype=np.float32)

@@ -3,17 +3,21 @@
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from fedlightning import cli
 
+if TYPE_CHECKING:
+    from fedlightning.config import StudyConfig
+
 DESCRIPTION = """\
-Search the space of a study, trial by trial, on federated validation loss; then refit the best trial on all
+Search a study's space, trial by trial, on federated validation loss; then refit the best trial on all
 training rows, read the test set once, and export the winner to studies/clients/STUDY_clients.yaml.
 
-Started again, a study goes on where it was left: --trials is the number of complete and pruned trials that it
-shall have in all, --timeout the seconds after which this call starts no further trial (the refit comes on top).
-Ctrl-C is safe (exit status 130), and so is a killed process: its trial is tried again by the next call.
-A key=value fixes a searched key (xgb.max_depth=6), or sets one of the study's own (val_ratio=0.1)."""
+Started again, a study goes on where it was left: --trials is the number of complete and pruned trials that
+it shall have in all, --timeout the seconds after which this call starts no further trial (the refit comes
+on top). Ctrl-C is safe (exit status 130), and so is a killed process: its trial is tried again by the next
+call. A key=value fixes a searched key (xgb.max_depth=6), or sets one of the study's own (val_ratio=0.1)."""
 
 EXAMPLES = (
     "--study a9a_5",
@@ -42,7 +46,12 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status."""
-    return cli.run(_tune, build_parser(), argv)
+    return cli.run(
+        _tune,
+        build_parser(),
+        argv,
+        when_stopped="finished trials are stored, and the same command goes on from there",
+    )
 
 
 def _tune(arguments: argparse.Namespace) -> None:
@@ -56,11 +65,24 @@ def _tune(arguments: argparse.Namespace) -> None:
     for sentence in effectless(study, explicit_keys(overrides)):
         cli.logger.warning("%s", sentence)
 
+    from rich.console import Console
+    from rich.text import Text
+
+    name = study_name(arguments.study)
+    console = Console(stderr=arguments.json)
+    if not arguments.quiet:
+        # Said before the imports, which take a while.
+        console.print(Text(_headline(name, study)), soft_wrap=True)
+
+    from fedlightning.downloads import fetch_missing
+
+    fetch_missing(study.dataset.name, arguments.data_dir, console, quiet=arguments.quiet)
+
+    from fedlightning.federation.engines import client_processes
     from fedlightning.federation.local_grid import warm_up
 
-    warm_up()
-
-    from rich.console import Console
+    if client_processes(study.client_num, arguments.jobs):
+        warm_up()
 
     from fedlightning import tables
     from fedlightning.config import flatten
@@ -71,11 +93,11 @@ def _tune(arguments: argparse.Namespace) -> None:
     from fedlightning.jobs.workspace import Workspace
 
     workspace = Workspace(arguments.root, arguments.data_dir, arguments.tracking_uri, arguments.accelerator)
-    display = Display(Console(stderr=arguments.json), task_of(study.dataset).metric, quiet=arguments.quiet)
+    display = Display(console, task_of(study.dataset).metric, quiet=arguments.quiet)
     try:
         result = tune_study(
             workspace,
-            study_name(arguments.study),
+            name,
             study,
             display,
             jobs=arguments.jobs,
@@ -108,10 +130,11 @@ def _tune(arguments: argparse.Namespace) -> None:
         return
     counts = result.counts
     rows = tables.comparison_rows(validation=result.validation, test=result.test)
+    asked = "" if counts.finished >= study.trials else f" ({counts.finished} of the {study.trials} asked for)"
     lines = [
         "",
-        f"{result.name}: {counts.complete} complete, {counts.pruned} pruned, {counts.failed} failed trials;"
-        f" best is trial {result.best.number}",
+        f"{result.name}: {counts.complete} complete and {counts.pruned} pruned trials{asked}, {counts.failed} failed;"
+        f" the best is trial {result.best.number}:",
         *(
             f"  {key} = {value}"
             for key, value in flatten(result.clients).items()
@@ -119,19 +142,23 @@ def _tune(arguments: argparse.Namespace) -> None:
         ),
         "",
         tables.as_text(rows, result.metric).rstrip(),
-        f"(validation: fitted on {1 - study.val_ratio:.0%}, scored on {study.val_ratio:.0%} of each client's rows; "
-        "test: fitted on all of them, read once)",
+        f"validation: fitted on {1 - study.val_ratio:.0%} of each client's training rows, scored on the other"
+        f" {study.val_ratio:.0%}",
+        "test: fitted again on all training rows; the test rows were read once, after the search",
         "",
     ]
     if result.config_file is not None:
+        use = ("--dataset", study.dataset.name, "--clients", result.config_file.stem)
         lines.append(f"client config: {result.config_file}")
-        lines.append(
-            "use it:        python -m fedlightning.run "
-            f"--dataset {study.dataset.name} --clients {result.config_file.stem}"
-        )
-    root = "" if str(arguments.root) == "." else f" --root {arguments.root}"
-    lines.append(f"look at it:    python -m fedlightning.ui{root}")
+        lines.append(f"use it:        {cli.rooted('run', arguments.root, *use)}")
+    lines.append(f"look at it:    {cli.rooted('ui', arguments.root)}")
     display.result("\n".join(lines))
+
+
+def _headline(name: str, study: "StudyConfig") -> str:
+    searched = ", ".join(study.searched) or "nothing"
+    clients = "1 client" if study.client_num == 1 else f"{study.client_num} clients"
+    return f"study {name}: {study.dataset.name} with {clients}, seed {study.seed}; searched: {searched}"
 
 
 SHOWN = ("n_estimators_client", "num_rounds", "client_num", "num_iterations", "xgb.max_depth", "CNN.lr")

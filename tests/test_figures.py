@@ -67,9 +67,7 @@ def informative_study(trials: int = 30) -> optuna.Study:
     """A study in which the learning rate decides and the depth hardly matters."""
     study = optuna.create_study(study_name="a9a_5", sampler=optuna.samplers.RandomSampler(seed=0))
     study.optimize(
-        lambda trial: (
-            (trial.suggest_float("CNN.lr", 0, 1) - 0.5) ** 2 + 1e-3 * trial.suggest_int("depth", 4, 8)
-        ),
+        lambda trial: (trial.suggest_float("CNN.lr", 0, 1) - 0.5) ** 2 + 1e-3 * trial.suggest_int("depth", 4, 8),
         n_trials=trials,
     )
     return study
@@ -124,11 +122,7 @@ class TestConvergence:
     def test_several_curves_keep_colours_apart_and_share_equal_levels(self) -> None:
         """Each curve has a colour of its own; a baseline that all share is drawn once, in grey."""
         losses = figures.convergence([curve("a"), curve("b", level=0.345)], metric="accuracy").axes[0]
-        solid = [
-            line.get_color()
-            for line in losses.lines
-            if (line.get_linestyle(), line.get_marker()) == ("-", "o")
-        ]
+        solid = [line.get_color() for line in losses.lines if (line.get_linestyle(), line.get_marker()) == ("-", "o")]
         assert len(set(solid)) == 2
         assert [line.get_color() for line in losses.lines if line.get_linestyle() == "-."] == solid
         assert [line.get_color() for line in losses.lines if line.get_linestyle() == ":"] == ["#555555"]
@@ -136,9 +130,7 @@ class TestConvergence:
     @pytest.mark.parametrize("number", [1, 3, 9])
     def test_any_number_of_curves_is_a_picture_of_900_pixels(self, number: int) -> None:
         """One training, a few and many are drawn in the same width."""
-        data = png(
-            figures.convergence([curve(f"trial {i}") for i in range(number)], metric="mse", title="a9a_5")
-        )
+        data = png(figures.convergence([curve(f"trial {i}") for i in range(number)], metric="mse", title="a9a_5"))
         assert data.startswith(b"\x89PNG")
         assert int.from_bytes(data[16:20]) == 900
 

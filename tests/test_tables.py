@@ -26,9 +26,7 @@ def scores(loss: float, metric: float) -> Scores:
     return Scores(loss, metric, 100)
 
 
-VALIDATION = Comparison(
-    scores(0.3256, 0.8491), scores(0.339, 0.8441), (scores(0.35, 0.84), scores(0.36, 0.82))
-)
+VALIDATION = Comparison(scores(0.3256, 0.8491), scores(0.339, 0.8441), (scores(0.35, 0.84), scores(0.36, 0.82)))
 TEST = Comparison(
     scores(0.33, 0.8475),
     scores(0.3401, 0.8437),
@@ -81,9 +79,7 @@ def test_markdown_has_the_cells_of_the_text() -> None:
 
 @given(
     st.lists(
-        st.tuples(
-            st.text(st.characters(exclude_categories=["Cs", "Cc"])), st.none() | st.floats(allow_nan=False)
-        ),
+        st.tuples(st.text(st.characters(exclude_categories=["Cs", "Cc"])), st.none() | st.floats(allow_nan=False)),
         max_size=4,
     )
 )

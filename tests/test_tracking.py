@@ -3,16 +3,19 @@
 import logging
 import math
 import os
+import signal
+import socket
 import sqlite3
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from matplotlib.figure import Figure
 
@@ -146,6 +149,7 @@ class TestOpening:
         assert {run.info.status for run in runs} == {"FINISHED"}
 
     @given(st.text(st.characters(exclude_characters="\0/", exclude_categories=["Cs"]), min_size=1))
+    @example("a%20b?c#d")
     def test_address_of_a_file_leads_to_that_file(self, name: str) -> None:
         """SQLAlchemy reads back the path that was encoded, whatever characters it holds."""
         from sqlalchemy.engine import make_url
@@ -459,9 +463,7 @@ class TestRecording:
             "test_local_only_loss": 0.3, "test_local_only_mse": 0.03,
         }  # fmt: skip
 
-    def test_artifacts_tags_and_description(
-        self, store: TrackingStore, run: TrackedRun, tmp_path: Path
-    ) -> None:
+    def test_artifacts_tags_and_description(self, store: TrackingStore, run: TrackedRun, tmp_path: Path) -> None:
         """Texts, figures, files and folders become artifacts; the description is MLflow's note."""
         (tmp_path / "model").mkdir()
         (tmp_path / "model" / "weights.bin").write_bytes(b"123")
@@ -547,3 +549,56 @@ class TestRecording:
         with caplog.at_level(logging.ERROR):
             run.finish("FINISHED")
         assert "run ghost could not be marked FINISHED" in caplog.text
+
+
+@pytest.mark.slow
+def test_tracking_server_takes_runs_and_may_die(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A remote server keeps metrics and artifacts, and training survives its end."""
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+    with closing(socket.socket()) as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    backend, served = TrackingStore.open(tmp_path / "backend").uri, tmp_path / "served"
+    command = ["server", "--backend-store-uri", backend, "--artifacts-destination", str(served), "--workers", "1"]
+    log = (tmp_path / "server.log").open("w")
+    server = subprocess.Popen(
+        [sys.executable, "-m", "mlflow", *command, "--host", "127.0.0.1", "--port", str(port)],
+        stdout=log, stderr=log, start_new_session=True,
+    )  # fmt: skip
+    uri = f"http://127.0.0.1:{port}"
+    try:
+        deadline = time.monotonic() + 120
+        while True:
+            try:
+                store = TrackingStore.open(tmp_path / "here", uri)
+                break
+            except OSError:
+                assert server.poll() is None, (tmp_path / "server.log").read_text()
+                assert time.monotonic() < deadline
+                time.sleep(0.5)
+        with store.start_run("study", "r", kind="run", params={"CNN.lr": 0.1}) as run:
+            run.log_metrics({"loss": 0.5}, step=1)
+            run.log_text("hello", "notes.txt")
+            found = read(store, run.run_id)
+            assert (found.data.params, found.data.metrics) == ({"CNN.lr": "0.1"}, {"loss": 0.5})
+            assert artifacts(store, run.run_id) == ["notes.txt"]
+            assert len(list(served.rglob("notes.txt"))) == 1
+            os.killpg(server.pid, signal.SIGTERM)
+            server.wait(timeout=60)
+            run.log_metrics({"loss": 0.4}, step=2)
+    finally:
+        if server.poll() is None:
+            os.killpg(server.pid, signal.SIGKILL)
+            server.wait()
+        log.close()
+    assert run.lost == 1
+    assert "the tracking store failed, going on" in caplog.text
+    assert "could not be marked FINISHED" in caplog.text
+    assert not (tmp_path / "here").exists()
+    assert "View run" not in capfd.readouterr().out

@@ -3,6 +3,7 @@
 from pydantic import BaseModel
 
 from fedlightning.config.clients import (
+    default_centralized,
     dump_clients,
     known_clients,
     load_centralized,
@@ -16,13 +17,14 @@ from fedlightning.config.effects import effectless
 from fedlightning.config.keys import flatten
 from fedlightning.config.models import (
     CentralizedConfig,
+    CentralizedRunConfig,
     ClientsConfig,
     CnnConfig,
     DatasetConfig,
     RunConfig,
     XgbConfig,
 )
-from fedlightning.config.overrides import explicit_keys, override_centralized, resolve_run
+from fedlightning.config.overrides import explicit_keys, resolve_centralized, resolve_run
 from fedlightning.config.study import (
     StudyConfig,
     definition,
@@ -30,6 +32,7 @@ from fedlightning.config.study import (
     fingerprint,
     start_values,
     study_document,
+    study_from_definition,
     trial_clients,
     widen,
 )
@@ -45,6 +48,7 @@ def to_yaml(config: BaseModel) -> str:
 
 __all__ = [
     "CentralizedConfig",
+    "CentralizedRunConfig",
     "Choices",
     "ClientsConfig",
     "CnnConfig",
@@ -56,6 +60,7 @@ __all__ = [
     "Scalar",
     "StudyConfig",
     "XgbConfig",
+    "default_centralized",
     "definition",
     "differences",
     "dump_clients",
@@ -68,12 +73,13 @@ __all__ = [
     "load_centralized",
     "load_clients",
     "load_study",
-    "override_centralized",
     "override_study",
     "parse_clients",
     "published_clients",
+    "resolve_centralized",
     "resolve_run",
     "start_values",
+    "study_from_definition",
     "study_name",
     "to_yaml",
     "trial_clients",

@@ -82,12 +82,15 @@ def load_centralized(name: str | None = None, dataset: str | None = None) -> Cen
     `<name>_xgboost_centralized` is understood.
     """
     published = _published("centralized.yaml")
-    if name is None:
-        name = dataset if dataset in published else "paper"
-    name = name.removesuffix("_xgboost_centralized")
+    name = (name or default_centralized(dataset)).removesuffix("_xgboost_centralized")
     if name not in published:
         raise LookupError(unknown("centralized parameter set", name, published))
     return validate(CentralizedConfig, published[name], source=f"published {name}")
+
+
+def default_centralized(dataset: str | None) -> str:
+    """The name of the centralized parameter set that is a data set's own, or else `paper`."""
+    return dataset if dataset is not None and dataset in _published("centralized.yaml") else "paper"
 
 
 def _published(file: str) -> dict[str, Any]:

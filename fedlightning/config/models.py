@@ -98,3 +98,10 @@ class RunConfig(Settings):
     seed: int = Field(default=0, ge=0, le=MAX_SEED)
     objective: Literal["loss", "metric"] = "loss"
     """The validation score by which the round is picked."""
+
+
+class CentralizedRunConfig(CentralizedConfig):
+    """Everything that decides the result of one centralized run; it has no rounds, so patience is not used."""
+
+    dataset: DatasetConfig
+    seed: int = Field(default=0, ge=0, le=MAX_SEED)

@@ -1,10 +1,16 @@
 """Override any setting on the command line by its dotted key, as in `num_rounds=5 xgb.subsample=0.9`."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from fedlightning.config.documents import Scalar, parse_scalar
 from fedlightning.config.keys import canonical, flatten, known_keys, nested
-from fedlightning.config.models import CentralizedConfig, ClientsConfig, DatasetConfig, RunConfig
+from fedlightning.config.models import (
+    CentralizedConfig,
+    CentralizedRunConfig,
+    ClientsConfig,
+    DatasetConfig,
+    RunConfig,
+)
 from fedlightning.config.problems import unknown, validate
 
 SOURCE = "command line"
@@ -68,15 +74,34 @@ def resolve_run(
         LookupError: If the catalogue does not know the data set.
     """
     base = RunConfig(dataset=dataset_defaults or default_dataset(dataset), clients=clients)
-    given = parse_overrides(overrides, [key for key in known_keys(RunConfig) if key != "dataset.name"])
-    if seed is not None:
-        if "seed" in given:
-            raise ValueError(f"{SOURCE}: seed is given twice: {seed} and {given['seed']}")
-        given["seed"] = seed
+    known = [key for key in known_keys(RunConfig) if key != "dataset.name"]
+    given = _with_seed(parse_overrides(overrides, known), seed)
     return validate(RunConfig, nested(RunConfig, flatten(base) | given), source=SOURCE)
 
 
-def override_centralized(config: CentralizedConfig, overrides: Sequence[str]) -> CentralizedConfig:
-    """A centralized parameter set with settings of the command line in place of its own."""
-    given = parse_overrides(overrides, known_keys(CentralizedConfig))
-    return validate(CentralizedConfig, nested(CentralizedConfig, flatten(config) | given), source=SOURCE)
+def resolve_centralized(
+    dataset: str,
+    config: CentralizedConfig,
+    overrides: Sequence[str] = (),
+    *,
+    seed: int | None = None,
+    dataset_defaults: DatasetConfig | None = None,
+) -> CentralizedRunConfig:
+    """The complete configuration of a centralized run; `dataset_defaults` stands in for the catalogue's entry.
+
+    Raises:
+        ValueError: If an override has an unknown key, is given twice, or holds an impossible value.
+        LookupError: If the catalogue does not know the data set.
+    """
+    base = CentralizedRunConfig(dataset=dataset_defaults or default_dataset(dataset), **dict(config))
+    known = [key for key in known_keys(CentralizedRunConfig) if key not in ("dataset.name", "dataset.patience")]
+    given = _with_seed(parse_overrides(overrides, known), seed)
+    return validate(CentralizedRunConfig, nested(CentralizedRunConfig, flatten(base) | given), source=SOURCE)
+
+
+def _with_seed(given: Mapping[str, Scalar | None], seed: int | None) -> dict[str, Scalar | None]:
+    if seed is None:
+        return dict(given)
+    if "seed" in given:
+        raise ValueError(f"{SOURCE}: seed is given twice: {seed} and {given['seed']}")
+    return {**given, "seed": seed}

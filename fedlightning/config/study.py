@@ -9,6 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from fedlightning.config.clients import REFERENCE_KEYS
 from fedlightning.config.distributions import (
+    SPACE_KEYS,
     Choices,
     Distribution,
     Fixed,
@@ -17,7 +18,7 @@ from fedlightning.config.distributions import (
     parse_space,
     widen_distribution,
 )
-from fedlightning.config.documents import Scalar
+from fedlightning.config.documents import Scalar, parse_mapping
 from fedlightning.config.keys import flatten, nested
 from fedlightning.config.models import MAX_SEED, ClientsConfig, DatasetConfig, Settings
 from fedlightning.config.problems import validate
@@ -130,6 +131,22 @@ def definition(study: StudyConfig) -> dict[str, Scalar]:
         "seed": study.seed,
         "objective": study.objective,
     }
+
+
+def study_from_definition(stored: Mapping[str, Any], *, source: str) -> StudyConfig:
+    """The study that has this `definition`; what a definition leaves out (trials, timeout, sampler) is not told.
+
+    Raises:
+        ValueError: If it is not the definition of a study of this version.
+    """
+    space = {
+        key: parse_mapping(value, source=f"{source}: {key}") if isinstance(value, str) else value
+        for key, value in stored.items()
+        if key in SPACE_KEYS
+    }
+    settings = {key: stored[key] for key in ("client_num", "seed", "objective", "val_ratio") if key in stored}
+    dataset = {key.removeprefix("dataset."): value for key, value in stored.items() if key.startswith("dataset.")}
+    return validate(StudyConfig, {**settings, "dataset": dataset, "space": space, "trials": 1}, source=source)
 
 
 def fingerprint(study: StudyConfig) -> str:

@@ -31,7 +31,9 @@ __all__ = [
     "find_dataset",
     "list_datasets",
     "load_table",
+    "locate_dataset",
     "verify_dataset",
+    "way_out",
 ]
 
 

@@ -111,7 +111,7 @@ def plant(message: Message, context: Context) -> Message:
     forest = Forest(tuple(ensembles[partition] for partition in range(request.client_num)))
     if forest.digest != request.digest:
         raise ValueError(f"forest has the digest {forest.digest[:12]}, the server's is {request.digest[:12]}")
-    memory.keep(("forest", forest.digest), forest, forest.nbytes)
+    _hold(forest)
     return Message(records.Planted(key.partition, forest.digest).to_content(), reply_to=message)
 
 
@@ -176,6 +176,7 @@ def compare(message: Message, context: Context) -> Message:
         scaling = _scaling(request)
         return find_task(request.task).tally(scaling.standardize(torch.from_numpy(margin)), targets, scaling)
 
+    _hold(forest)
     reply = records.compare_reply(key.partition, tally(margins.mean(axis=2)), tally(margins[:, :, key.partition]))
     return Message(reply, reply_to=message)
 
@@ -185,6 +186,10 @@ def _forest(request: records.TrainRequest) -> Forest:
     if forest is None:
         raise _ForestLost
     return forest
+
+
+def _hold(forest: Forest) -> None:
+    memory.keep(("forest", forest.digest), forest, forest.nbytes)
 
 
 def _lost(message: Message, key: ShardKey, digest: str) -> Message:
@@ -215,4 +220,7 @@ def _tree_outputs(key: ShardKey, request: records.TrainRequest, forest: Forest, 
         return torch.from_numpy(forest.tree_outputs(rows.x) / np.float32(request.scaling_std))
 
     kept = ("outputs", part, key, request.val_ratio, request.seed, request.digest, request.scaling_std)
-    return memory.recall(kept, compute, lambda outputs: outputs.nbytes)
+    outputs = memory.recall(kept, compute, lambda outputs: outputs.nbytes)
+    # Rows and their outputs can be made again here, the forest only by asking for it: it is the last to be forgotten.
+    _hold(forest)
+    return outputs

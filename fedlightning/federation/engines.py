@@ -9,7 +9,6 @@ from typing import TypeVar
 from flwr.serverapp import Grid
 
 from fedlightning.federation.local_grid import LocalGrid
-from fedlightning.federation.shard import run_config
 
 T = TypeVar("T")
 
@@ -32,6 +31,9 @@ def run_in_federation(function: Callable[[Grid], T], settings: FederationSetting
 
     One federation serves a whole study: clients keep rows and trees between trials.
     """
+    # Imported here because it takes seconds, and who only counts processes does not need it.
+    from fedlightning.federation.shard import run_config
+
     config = run_config(
         dataset=settings.dataset,
         train_ratio=settings.train_ratio,

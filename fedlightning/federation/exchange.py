@@ -53,10 +53,9 @@ def exchange(
         node, action = message.metadata.dst_node_id, message.metadata.message_type
         reply = by_node.get(node)
         if reply is None:
-            raise ClientError(f"{names(node)} did not answer {action!r} within {timeout} seconds")
-        if reply.has_error():
-            reason = (reply.error.reason or f"error code {reply.error.code}").rstrip()
-            raise ClientError(f"{names(node)} failed in {action!r}:\n{reason}")
+            within = "" if timeout is None else f" within {timeout:g} seconds"
+            raise ClientError(f"{names(node)} did not answer {action!r}{within}")
+        _check_error(reply, names)
         ordered.append(reply)
     return ordered, Traffic(up=count_bytes(ordered), down=count_bytes(messages))
 
@@ -66,8 +65,9 @@ def read_reply(reply: Message, read: Callable[[RecordDict], T], *, names: Callab
 
     Raises:
         DivergedError: It holds numbers that are not finite.
-        ClientError: It lacks something, or is not what was asked for.
+        ClientError: It is an error, lacks something, or is not what was asked for.
     """
+    _check_error(reply, names)
     try:
         return read(reply.content)
     except NotFiniteError as error:
@@ -77,3 +77,10 @@ def read_reply(reply: Message, read: Callable[[RecordDict], T], *, names: Callab
     except (ValueError, KeyError) as error:
         client, action = names(reply.metadata.src_node_id), reply.metadata.message_type
         raise ClientError(f"{client} sent an unusable reply to {action!r}: {error}") from error
+
+
+def _check_error(reply: Message, names: Callable[[int], str]) -> None:
+    if reply.has_error():
+        client, action = names(reply.metadata.src_node_id), reply.metadata.message_type
+        reason = (reply.error.reason or f"error code {reply.error.code}").rstrip()
+        raise ClientError(f"{client} failed in {action!r}:\n{reason}")

@@ -1,5 +1,6 @@
 """A Flower Grid over this machine's processes: the ClientApp itself, without Ray and without a network."""
 
+import contextlib
 import copy
 import importlib
 import itertools
@@ -36,7 +37,13 @@ _processes = multiprocessing.get_context("forkserver")
 def warm_up() -> None:
     """Begin to import what client processes need, in the background, while this process imports its own."""
     _processes.set_forkserver_preload([CLIENT_APP.partition(":")[0]])
-    forkserver.ensure_running()
+    # Ctrl-C reaches the whole terminal, and would end the imports with a traceback of their own; what is blocked
+    # here stays blocked there.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class LocalGrid(Grid):
@@ -82,9 +89,10 @@ class LocalGrid(Grid):
         self.close()
 
     def close(self) -> None:
-        """End the client processes."""
-        for worker in self._workers:
-            worker.close()
+        """End the client processes; a closed grid has no nodes."""
+        self._nodes = []
+        while self._workers:
+            self._workers.pop().close()
 
     def set_run(self, run: Run) -> None:
         """Set the run that messages belong to."""
@@ -235,9 +243,11 @@ class _ProcessWorker:
             self._asked = self._queue.popleft()
             try:
                 self._connection.send(self._asked)
-            except (BrokenPipeError, ConnectionError):
+            except ConnectionError:
+                # It died while nobody asked it anything, so the message is for its successor.
                 self._died()
-                self._connection.send(self._asked)
+                with contextlib.suppress(ConnectionError):  # if that one is gone too, the next pull says so
+                    self._connection.send(self._asked)
 
     def _died(self) -> Message:
         self._connection.close()

@@ -56,5 +56,5 @@ class Memory:
 
 
 def default_capacity() -> int:
-    """Return a quarter of the machine's memory, in bytes."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
+    """Return this process's part of a quarter of the machine's memory, in bytes, with a client process per core."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4 // (os.cpu_count() or 1)

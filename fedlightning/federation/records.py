@@ -1,8 +1,9 @@
 """The only spelling of record keys: domain objects to Flower records and back."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Self, cast
+from typing import Any, Self, TypeVar, cast
 
 import numpy as np
 import torch
@@ -37,6 +38,7 @@ class NotFiniteError(ValueError):
     """A number or an array holds NaN or infinity: the training diverged."""
 
 
+R = TypeVar("R")
 Arrays = Mapping[str, NDArray[np.float32]]
 
 
@@ -55,26 +57,33 @@ class _Record:
         """Read a message's content, which a stranger may have written.
 
         Raises:
-            ValueError: A field is missing or has another type.
+            ValueError: A field is missing, has another type, or is not finite.
         """
-        record = content.config_records.get(cls._name)
-        if record is None:
-            raise ValueError(f"message has no record {cls._name!r}")
+        record = _find(content.config_records, cls._name)
         values = {}
         for field in fields(cast(Any, cls)):
             value = record.get(field.name)
             wanted = cast(type, field.type)
             # list[bytes] and the like are checked by their container, then entry by entry.
             container = getattr(wanted, "__origin__", wanted)
-            entry_types = getattr(wanted, "__args__", ())
+            entry_types = getattr(wanted, "__args__", (wanted,))
             if type(value) is not container or any(type(entry) not in entry_types for entry in _entries(value)):
                 raise ValueError(f"{cls.__name__}.{field.name} is {str(value)[:60]!r}, expected {wanted}")
+            if not all(math.isfinite(entry) for entry in _entries(value) if type(entry) is float):
+                raise ValueError(f"{cls.__name__}.{field.name} is {str(value)[:60]}, expected finite numbers")
             values[field.name] = value
         return cls(**values)
 
 
+def _find(records: Mapping[str, R], name: str) -> R:
+    record = records.get(name)
+    if record is None:
+        raise ValueError(f"message has no record {name!r}")
+    return record
+
+
 def _entries(value: object) -> Sequence[object]:
-    return value if isinstance(value, list) else ()
+    return value if isinstance(value, list) else (value,)
 
 
 class _Reply(_Record):
@@ -258,12 +267,12 @@ def train_reply(network: ArrayRecord, partition: int, train_rows: int, tally: Ta
 
 def read_train_reply(content: RecordDict) -> tuple[int, ArrayRecord, Tally]:
     """Return partition, network and training tally of a reply."""
-    metrics = content.metric_records[_METRICS]
+    metrics = _find(content.metric_records, _METRICS)
     partition, tally = read_tally(metrics)
     seen = metrics.get("seen")
     if type(seen) is not int or seen < 1:
         raise ValueError(f"reply counts {seen!r} rows seen in training")
-    return partition, content.array_records[NETWORK], Tally(tally.loss_sum, tally.metric_sum, seen)
+    return partition, _find(content.array_records, NETWORK), Tally(tally.loss_sum, tally.metric_sum, seen)
 
 
 def evaluate_reply(partition: int, tally: Tally) -> RecordDict:
@@ -273,7 +282,7 @@ def evaluate_reply(partition: int, tally: Tally) -> RecordDict:
 
 def read_evaluate_reply(content: RecordDict) -> tuple[int, Tally]:
     """Return partition and tally of a reply."""
-    return read_tally(content.metric_records[_METRICS])
+    return read_tally(_find(content.metric_records, _METRICS))
 
 
 def compare_reply(partition: int, mean_margin: Tally, local_only: Tally) -> RecordDict:
@@ -288,8 +297,8 @@ def compare_reply(partition: int, mean_margin: Tally, local_only: Tally) -> Reco
 
 def read_compare_reply(content: RecordDict) -> tuple[int, Tally, Tally]:
     """Return partition, mean-margin tally and local-only tally of a reply."""
-    partition, mean_margin = read_tally(content.metric_records["mean_margin"])
-    _, local_only = read_tally(content.metric_records["local_only"])
+    partition, mean_margin = read_tally(_find(content.metric_records, "mean_margin"))
+    _, local_only = read_tally(_find(content.metric_records, "local_only"))
     return partition, mean_margin, local_only
 
 
@@ -309,13 +318,21 @@ def read_arrays(record: ArrayRecord, shapes: Mapping[str, tuple[int, ...]]) -> d
         raise ValueError(f"network has the arrays {sorted(record)}, expected {sorted(shapes)}")
     arrays = {}
     for name, shape in shapes.items():
-        array = record[name].numpy()
+        array = _read_array(name, record[name])
         if array.dtype != np.float32 or array.shape != shape:
             raise ValueError(f"{name} is {array.dtype} {array.shape}, expected float32 {shape}")
         if not np.isfinite(array).all():
             raise NotFiniteError(f"{name} holds values that are not finite")
         arrays[name] = array
     return arrays
+
+
+def _read_array(name: str, array: Array) -> NDArray[Any]:
+    try:
+        return array.numpy()
+    except Exception as error:
+        # NumPy parses the header as Python source: damage ends in whatever error the damaged text leads to.
+        raise ValueError(f"{name} is not an array: {type(error).__name__}: {error}") from error
 
 
 def network_arrays(network: torch.nn.Module) -> dict[str, NDArray[np.float32]]:
@@ -329,7 +346,20 @@ def load_arrays(network: torch.nn.Module, arrays: Arrays) -> None:
 
 
 def count_bytes(messages: Sequence[Message]) -> int:
-    """Return the size of all records in the messages, keys included."""
+    """Return the size of all records in the messages, keys included, numbers as 8 bytes."""
     return sum(
-        record.count_bytes() for message in messages if message.has_content() for record in message.content.values()
+        _record_bytes(record) for message in messages if message.has_content() for record in message.content.values()
     )
+
+
+def _record_bytes(record: ArrayRecord | ConfigRecord | MetricRecord) -> int:
+    if isinstance(record, ArrayRecord):
+        return record.count_bytes()
+    # Flower's own count raises at an empty string or list, which a lone client's forest has and a stranger may send.
+    return sum(len(key) + sum(map(_value_bytes, _entries(value))) for key, value in record.items())
+
+
+def _value_bytes(value: object) -> int:
+    if isinstance(value, str | bytes):
+        return len(value)
+    return 1 if isinstance(value, bool) else 8

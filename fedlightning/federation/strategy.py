@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
@@ -21,6 +21,7 @@ from fedlightning.trees import Ensemble, Forest
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+Answer = TypeVar("Answer", bound=tuple[Any, ...])
 
 
 @dataclass(frozen=True)
@@ -119,8 +120,7 @@ class FedXgbLlr(Strategy):
         """Return the federated validation scores of the mean margin, and each client's own."""
         request = self._train_request(0).to_content()
         replies = self._exchange(grid, [(partition, request) for partition in self._partitions], records.COMPARE)
-        answers = sorted((self._read(reply, records.read_compare_reply) for reply in replies), key=lambda a: a[0])
-        self._check_partitions([partition for partition, _, _ in answers])
+        answers = self._read_all(replies, records.read_compare_reply)
         mean_margin = add_tallies(tally for _, tally, _ in answers).scores()
         return mean_margin, tuple(own.scores() for _, _, own in answers)
 
@@ -139,8 +139,12 @@ class FedXgbLlr(Strategy):
             key=lambda pair: pair[0].partition,
         )
         self.descriptions = tuple(description for description, _ in described)
-        self._check_partitions([description.partition for description in self.descriptions])
+        partitions = [description.partition for description in self.descriptions]
         self._nodes = tuple(node for _, node in described)
+        if partitions != list(self._partitions):
+            raise ClientError(
+                f"the nodes {list(self._nodes)} hold the partitions {partitions}, expected {list(self._partitions)}"
+            )
         for name in ("features", "classes"):
             found = [getattr(description, name) for description in self.descriptions]
             if len(set(found)) > 1:
@@ -175,18 +179,18 @@ class FedXgbLlr(Strategy):
         ensembles: dict[int, Ensemble] = {}
         for reply in replies:
             grown = self._read(reply, records.Grown.from_content)
+            self._check_sender(reply, grown.partition)
             ensemble = self._read(reply, self._read_ensemble)
             # The server says where all margins start; what a client writes there is not believed.
             ensembles[grown.partition] = replace(ensemble, intercept=intercept)
             self.fits += grown.fitted
-            if not ensemble.splits:
-                logger.warning(
-                    "client %d grew %d trees without a split: they say the same of every row; "
-                    "lower xgb.gamma, xgb.alpha or xgb.min_child_weight",
-                    grown.partition,
-                    len(ensemble),
-                )
-        self._check_partitions(sorted(ensembles))
+        split_free = [partition for partition in self._partitions if not ensembles[partition].splits]
+        if split_free:
+            logger.warning(
+                "the trees of client(s) %s have no split and say the same of every row; "
+                "lower xgb.gamma, xgb.alpha or xgb.min_child_weight",
+                ", ".join(map(str, split_free)),
+            )
         return Forest(tuple(ensembles[partition] for partition in self._partitions))
 
     def _plant(self, grid: Grid, partitions: Iterable[int], *, complete: bool) -> None:
@@ -216,6 +220,7 @@ class FedXgbLlr(Strategy):
         for reply in replies:
             if not _lost_forest(reply):
                 planted = self._read(reply, records.Planted.from_content)
+                self._check_sender(reply, planted.partition)
                 if planted.digest != forest.digest:
                     raise ClientError(f"{self._name(reply.metadata.src_node_id)} holds another forest")
         if lost:
@@ -232,15 +237,14 @@ class FedXgbLlr(Strategy):
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Send the averaged network to every client."""
-        return self._network_messages(server_round, arrays, records.EVALUATE)
+        """Send the averaged network to every client; to none if nobody keeps rows for validation."""
+        return self._network_messages(server_round, arrays, records.EVALUATE) if self.val_ratio else []
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Average the networks, weighted by training rows, and pool the training scores."""
-        answers = sorted((self._read(reply, self._read_trained) for reply in replies), key=lambda a: a[0])
-        self._check_partitions([partition for partition, *_ in answers])
+        answers = self._read_all(replies, self._read_trained)
         # The weight is what the client described before the rounds; a reply cannot raise it.
         weights = [description.train_rows for description in self.descriptions]
         average = weighted_mean([network for _, network, _ in answers], weights)
@@ -249,8 +253,9 @@ class FedXgbLlr(Strategy):
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """Pool the clients' tallies into the exact scores over all validation rows."""
-        answers = sorted((self._read(reply, records.read_evaluate_reply) for reply in replies), key=lambda a: a[0])
-        self._check_partitions([partition for partition, _ in answers])
+        if not self.val_ratio:
+            return None
+        answers = self._read_all(replies, records.read_evaluate_reply)
         return _scores_record(add_tallies(tally for _, tally in answers).scores())
 
     def summary(self) -> None:
@@ -350,9 +355,25 @@ class FedXgbLlr(Strategy):
         partition, network, tally = records.read_train_reply(content)
         return partition, self.read_network(network), tally
 
-    def _check_partitions(self, partitions: Sequence[int]) -> None:
-        if list(partitions) != list(self._partitions):
-            raise ClientError(f"replies came from the partitions {list(partitions)}, expected {list(self._partitions)}")
+    def _read_all(self, replies: Iterable[Message], read: Callable[[RecordDict], Answer]) -> list[Answer]:
+        """Return what every client says, its partition first, in the order of the partitions."""
+        answers: dict[int, Answer] = {}
+        for reply in replies:
+            answer = self._read(reply, read)
+            self._check_sender(reply, answer[0])
+            answers[answer[0]] = answer
+        missing = [partition for partition in self._partitions if partition not in answers]
+        if missing:
+            raise ClientError(f"{', '.join(f'client {partition}' for partition in missing)} did not answer")
+        return [answers[partition] for partition in self._partitions]
+
+    def _check_sender(self, reply: Message, partition: int) -> None:
+        # Who names another's partition would fill that one's slot.
+        if partition != self._partition(reply):
+            raise ClientError(
+                f"{self._name(reply.metadata.src_node_id)} answered {reply.metadata.message_type!r} "
+                f"as partition {partition}"
+            )
 
 
 def weighted_mean(

@@ -2,11 +2,14 @@
 
 import os
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
 from fedlightning import __version__
 from fedlightning.config import ClientsConfig, StudyConfig, dump_clients, fingerprint, trial_clients
-from fedlightning.jobs.trial import BEST_ROUND, VALIDATION
+from fedlightning.experiment import task_of
+from fedlightning.jobs.refit import refit_of
+from fedlightning.jobs.trial import BEST_ROUND, RUN_ID, VALIDATION
 from fedlightning.search import StudySearch, TrialSummary
 from fedlightning.tables import format_loss, format_metric
 
@@ -21,6 +24,34 @@ def export_path(root: Path, study: str) -> Path:
 def best_clients(study: StudyConfig, best: TrialSummary) -> ClientsConfig:
     """Return a trial's config with the number of rounds that its refit takes: the round that was best."""
     return trial_clients(study, best.values).model_copy(update={"num_rounds": int(best.attributes[BEST_ROUND])})
+
+
+@dataclass(frozen=True)
+class Export:
+    """What is known of a study's winner so far."""
+
+    best: TrialSummary
+    clients: ClientsConfig
+    header: list[str]
+    """Where it comes from, a line each."""
+
+    @property
+    def text(self) -> str:
+        """The client config as its file holds it."""
+        return dump_clients(self.clients, header=self.header)
+
+
+def best_export(search: StudySearch) -> Export:
+    """Return the best trial so far as a client config.
+
+    Raises:
+        ValueError: No trial is complete.
+    """
+    best = search.best()
+    # A study that is still being searched, or was interrupted, has no refit of its present winner.
+    run_id = search.attribute(RUN_ID) if refit_of(search) else None
+    metric = task_of(search.config.dataset).metric
+    return Export(best, best_clients(search.config, best), provenance(search, best, metric, run_id=run_id))
 
 
 def provenance(search: StudySearch, best: TrialSummary, metric: str, *, run_id: str | None = None) -> list[str]:
@@ -45,11 +76,25 @@ def write_clients(path: Path, clients: ClientsConfig, header: list[str]) -> Path
         Where an earlier file that was not exported went, or None.
     """
     text = dump_clients(clients, header=header)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    kept = None
-    if path.exists() and MARK not in path.read_text(encoding="utf-8", errors="replace"):
-        kept = path.with_name(path.name + ".kept")
-        os.replace(path, kept)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        kept = _keep_own(path)
+        _replace(path, text)
+    except OSError as error:
+        reason = error.strerror or error
+        raise OSError(f"cannot write {path}: {reason}; `fedlightning export --out FILE` writes elsewhere") from error
+    return kept
+
+
+def _keep_own(path: Path) -> Path | None:
+    if not path.exists() or MARK in path.read_text(encoding="utf-8", errors="replace"):
+        return None
+    kept = path.with_name(path.name + ".kept")
+    os.replace(path, kept)
+    return kept
+
+
+def _replace(path: Path, text: str) -> None:
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
@@ -59,4 +104,3 @@ def write_clients(path: Path, clients: ClientsConfig, header: list[str]) -> Path
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
-    return kept

@@ -1,5 +1,6 @@
 """The runs below a study's run in the tracking store."""
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -8,6 +9,10 @@ from fedlightning.jobs.workspace import Workspace, describe_data
 from fedlightning.owners import is_alive
 from fedlightning.search import OWNER, owners_folder
 from fedlightning.tracking import TrackedRun
+
+TRIAL_STATE = "trial_state"
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -36,12 +41,24 @@ class NestedRuns:
         )
 
 
-def close_stale_runs(workspace: Workspace, study: str, parent: str) -> list[str]:
-    """End the runs below a study whose workers are gone, and return their ids."""
+def close_stale_runs(workspace: Workspace, study: str, parent: str, *, parent_too: bool = False) -> list[str]:
+    """End the runs below a study whose workers are gone, and return their ids.
+
+    Args:
+        workspace: Whose store and whose workers are meant.
+        study: Name of the study.
+        parent: Run id of the study.
+        parent_too: End the study's own run as well: nobody works on it any more.
+    """
     folder = owners_folder(workspace.root)
-    stale = [
-        run.info.run_id
-        for run in workspace.store.runs(study, parent=parent)
-        if run.info.status == "RUNNING" and not is_alive(folder, run.data.tags.get(OWNER, ""))
-    ]
-    return workspace.store.close_stale(stale)
+    store = workspace.store
+    stale: dict[bool, list[str]] = {True: [], False: [parent] if parent_too else []}
+    for run in store.runs(study, parent=parent):
+        if run.info.status == "RUNNING" and not is_alive(folder, run.data.tags.get(OWNER, "")):
+            stale[run.data.tags.get("kind") == "trial"].append(run.info.run_id)
+    try:
+        return store.close_stale(stale[True], tags={TRIAL_STATE: "failed"}) + store.close_stale(stale[False])
+    except OSError as error:
+        # A study may be recorded elsewhere than it was.
+        logger.warning("%s", error)
+        return []

@@ -19,7 +19,9 @@ from fedlightning.jobs.run import (
 )
 from fedlightning.jobs.watchers import RunWatcher
 from fedlightning.jobs.workspace import cores
-from fedlightning.tracking import TrackedRun
+from fedlightning.search import StudySearch
+
+REFIT = "refit"
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,13 @@ class Refit:
         return cls(values["trial"], values["run_id"], validation, test)
 
 
+def refit_of(search: StudySearch) -> Refit | None:
+    """Return the refit of the present winner, if it was made before."""
+    stored = search.attribute(REFIT)
+    refit = Refit.from_dict(stored) if stored else None
+    return refit if refit is not None and refit.trial == search.best().number else None
+
+
 def refit_winner(
     grid: Grid,
     config: RunConfig,
@@ -56,7 +65,6 @@ def refit_winner(
     trial: int,
     validation: Comparison,
     runs: NestedRuns,
-    parent: TrackedRun,
     watcher: RunWatcher,
 ) -> Refit:
     """Train on all training rows for the winner's number of rounds, and compare on the test rows.
@@ -67,7 +75,6 @@ def refit_winner(
         trial: The winner's number.
         validation: The winner's scores.
         runs: Where nested runs are recorded.
-        parent: The study's run, which gets the comparison too.
         watcher: Sees the training as it goes.
     """
     config = config.model_copy(update={"val_ratio": 0.0})
@@ -87,9 +94,8 @@ def refit_winner(
         result = compare_with_centralized(fit, config, data_dir=workspace.data_dir, threads=cores())
         result = replace(result, validation=validation)
         log_result(tracked, result)
-        log_tables(tracked, result)
+        log_tables(tracked, result.metric, validation=result.validation, test=result.test)
     _log_rivals(result, runs, tags)
-    log_tables(parent, result)
     return Refit(trial, tracked.run_id, validation, result.test)
 
 

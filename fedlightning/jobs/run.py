@@ -52,7 +52,7 @@ def run_clients(workspace: Workspace, config: RunConfig, name: str, watcher: Run
         tracked.log_text(to_yaml(config), "config.yaml")
         result = train_and_compare(workspace, config, tracked, watcher)
         log_result(tracked, result)
-        log_tables(tracked, result)
+        log_tables(tracked, result.metric, validation=result.validation, test=result.test)
         curve = figures.Curve.of(name, result.fit.reports, chosen=result.fit.best.number, validation=result.validation)
         tracked.log_figure(figures.convergence([curve], metric=result.metric), "convergence.png")
     return TrackedResult(result, tracked.run_id)
@@ -99,11 +99,11 @@ def log_traffic(tracked: TrackedRun, fit: FederatedFit) -> None:
     )
 
 
-def log_tables(tracked: TrackedRun, result: RunResult) -> None:
+def log_tables(tracked: TrackedRun, metric: str, *, validation: Comparison | None, test: Comparison) -> None:
     """Record the comparison for people and for programs."""
-    rows = tables.comparison_rows(validation=result.validation, test=result.test)
-    tracked.log_text(tables.as_markdown(rows, result.metric), "comparison.md")
-    tracked.log_text(tables.as_csv(rows, result.metric), "comparison.csv")
+    rows = tables.comparison_rows(validation=validation, test=test)
+    tracked.log_text(tables.as_markdown(rows, metric), "comparison.md")
+    tracked.log_text(tables.as_csv(rows, metric), "comparison.csv")
 
 
 def run_tags(config: RunConfig, *, engine: str = "local") -> dict[str, str]:

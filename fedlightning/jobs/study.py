@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -24,9 +24,9 @@ from fedlightning.experiment import Comparison, centralized_rival, task_of
 from fedlightning.federation.engines import run_in_federation
 from fedlightning.jobs.exports import MARK, best_clients, export_path, provenance, write_clients
 from fedlightning.jobs.nested import NestedRuns, close_stale_runs
-from fedlightning.jobs.refit import Refit, refit_winner
-from fedlightning.jobs.run import comparison_from_dict
-from fedlightning.jobs.trial import RUN_ID, VALIDATION, evaluate_proposal, trial_config
+from fedlightning.jobs.refit import REFIT, Refit, refit_of, refit_winner
+from fedlightning.jobs.run import comparison_from_dict, log_tables
+from fedlightning.jobs.trial import BEST_ROUND, ROUNDS, RUN_ID, VALIDATION, evaluate_proposal, trial_config
 from fedlightning.jobs.watchers import StudyWatcher
 from fedlightning.jobs.workspace import Workspace, cores, describe_data
 from fedlightning.owners import Owner
@@ -35,7 +35,8 @@ from fedlightning.tracking import TrackedRun
 
 logger = logging.getLogger(__name__)
 
-_REFIT = "refit"
+CURVES = 5
+"""Best trials that the study's convergence figure shows."""
 
 
 @dataclass(frozen=True)
@@ -86,14 +87,17 @@ def tune_study(
     config, notices = widen(config, start_values(config) or {})
     watcher.phase("opening the stores")
     search = StudySearch(name, config, workspace.root, open_storage(workspace.root))
+    earlier = search.stored_attribute(RUN_ID) if fresh else None
     for notice in notices + search.open(fresh=fresh):
         watcher.phase(notice)
+    if earlier is not None:
+        close_stale_runs(workspace, name, earlier, parent_too=True)
     with Owner(owners_folder(workspace.root)) as owner, _study_run(workspace, search) as parent:
-        for trial in search.reap():
-            watcher.phase(f"trial {trial.number} was left by a process that is gone; it is tried again")
+        for trial in search.enter(owner.name):
+            watcher.phase(f"trial {trial.number} was left unfinished by a process that is gone")
         close_stale_runs(workspace, name, parent.run_id)
         runs = NestedRuns(workspace, name, parent.run_id, owner.name)
-        refit = _search_and_refit(search, runs, parent, watcher, jobs)
+        refit = _search_and_refit(search, runs, watcher, jobs)
         result = _result(search, refit, parent)
         if export:
             result = replace(result, config_file=_export(workspace.root, search, result, watcher))
@@ -101,17 +105,15 @@ def tune_study(
     return result
 
 
-def _search_and_refit(
-    search: StudySearch, runs: NestedRuns, parent: TrackedRun, watcher: StudyWatcher, jobs: int
-) -> Refit:
+def _search_and_refit(search: StudySearch, runs: NestedRuns, watcher: StudyWatcher, jobs: int) -> Refit:
     config, workspace = search.config, runs.workspace
     counts = search.counts()
     missing = config.trials - counts.finished
-    refit = partial(_refit_if_needed, search=search, runs=runs, parent=parent, watcher=watcher)
+    refit = partial(_refit_if_needed, search=search, runs=runs, watcher=watcher)
     federation = workspace.federation(config.dataset, config.client_num)
     if missing <= 0:
         watcher.phase(f"study {search.name} already has its {config.trials} trials")
-        return _refit_of(search) or run_in_federation(refit, federation)
+        return refit_of(search) or run_in_federation(refit, federation)
     deadline = None if config.timeout is None else time.monotonic() + config.timeout
 
     def work(grid: Grid, worker: int = 0) -> None:
@@ -123,9 +125,15 @@ def _search_and_refit(
 
         search.run(evaluate, total=config.trials, owner=runs.owner, deadline=deadline, worker=worker, on_end=ended)
 
+    def end_search() -> None:
+        watcher.search_ends()
+        done = search.counts().finished
+        if done < config.trials:
+            watcher.phase(f"time is up after {done} of {config.trials} trials; the same command does the others")
+
     def work_and_refit(grid: Grid) -> Refit:
         work(grid)
-        watcher.search_ends()
+        end_search()
         return refit(grid)
 
     watcher.search_begins(counts, config.trials, config.timeout)
@@ -134,7 +142,7 @@ def _search_and_refit(
         return run_in_federation(work_and_refit, federation)
     shared = workspace.federation(config.dataset, config.client_num, jobs=jobs)
     _side_by_side(jobs, search, lambda worker: run_in_federation(partial(work, worker=worker), shared))
-    watcher.search_ends()
+    end_search()
     return run_in_federation(refit, federation)
 
 
@@ -151,18 +159,19 @@ def _side_by_side(jobs: int, search: StudySearch, work: Callable[[int], None]) -
     with ThreadPoolExecutor(jobs, thread_name_prefix="worker") as pool:
         futures = [pool.submit(guarded, worker) for worker in range(jobs)]
         try:
-            for future in futures:
-                future.result()
+            wait(futures)
         except BaseException:
             # Ctrl-C reaches only the main thread; the workers notice at their next round.
             search.stopping.set()
             raise
+    errors = [error for future in futures if (error := future.exception()) is not None]
+    # The others were interrupted because of the one that failed.
+    for error in sorted(errors, key=lambda error: not isinstance(error, Exception)):
+        raise error
 
 
-def _refit_if_needed(
-    grid: Grid, *, search: StudySearch, runs: NestedRuns, parent: TrackedRun, watcher: StudyWatcher
-) -> Refit:
-    known = _refit_of(search)
+def _refit_if_needed(grid: Grid, *, search: StudySearch, runs: NestedRuns, watcher: StudyWatcher) -> Refit:
+    known = refit_of(search)
     if known is not None:
         return known
     best, workspace = search.best(), runs.workspace
@@ -175,18 +184,10 @@ def _refit_if_needed(
         trial=best.number,
         validation=replace(validation, centralized=centralized),
         runs=runs,
-        parent=parent,
         watcher=watcher,
     )
-    search.set_attribute(_REFIT, refit.to_dict())
+    search.set_attribute(REFIT, refit.to_dict())
     return refit
-
-
-def _refit_of(search: StudySearch) -> Refit | None:
-    """Return the refit of the present winner, if it was made before."""
-    stored = search.attribute(_REFIT)
-    refit = Refit.from_dict(stored) if stored else None
-    return refit if refit is not None and refit.trial == search.best().number else None
 
 
 def _result(search: StudySearch, refit: Refit, parent: TrackedRun) -> StudyResult:
@@ -249,6 +250,7 @@ def _export(root: Path, search: StudySearch, result: StudyResult, watcher: Study
 
 def _log_study(parent: TrackedRun, search: StudySearch, result: StudyResult) -> None:
     counts = result.counts
+    log_tables(parent, result.metric, validation=result.validation, test=result.test)
     parent.log_comparison("validation", result.validation, metric=result.metric)
     parent.log_comparison("test", result.test, metric=result.metric)
     parent.log_metrics(
@@ -262,6 +264,10 @@ def _log_study(parent: TrackedRun, search: StudySearch, result: StudyResult) -> 
     parent.set_tags({f"best.{key}": str(value) for key, value in result.best.values.items()})
     if result.config_file is not None:
         parent.log_file(result.config_file)
+    curves = _best_curves(search, result)
+    if curves:
+        title = f"{search.name}: {len(curves)} best of {counts.finished} trials"
+        parent.log_figure(figures.convergence(curves, metric=result.metric, title=title), "convergence.png")
     study, value_name = search.optuna_study(), f"validation {search.config.objective}"
     for name, figure in (
         ("optimization_history.png", figures.optimization_history_figure(study, value_name=value_name)),
@@ -275,3 +281,26 @@ def _log_study(parent: TrackedRun, search: StudySearch, result: StudyResult) -> 
     ):
         if page is not None:
             parent.log_text(page, name)
+
+
+def _best_curves(search: StudySearch, result: StudyResult) -> list[figures.Curve]:
+    """Return the rounds of the winner, with its rivals' levels, and of the next best trials."""
+    complete = [trial for trial in search.trials() if trial.state == "complete" and ROUNDS in trial.attributes]
+    ranked = sorted(complete, key=lambda trial: (trial.value, trial.number))
+    curves = []
+    for trial in ranked[:CURVES]:
+        train_loss, validation_loss, validation_metric = zip(*trial.attributes[ROUNDS], strict=True)
+        won = trial.number == result.best.number
+        curves.append(
+            figures.Curve(
+                f"trial {trial.number}",
+                tuple(range(1, len(train_loss) + 1)),
+                train_loss,
+                validation_loss,
+                validation_metric,
+                chosen=int(trial.attributes[BEST_ROUND]),
+                mean_margin=result.validation.mean_margin if won else None,
+                local_only=result.validation.local_only_mean if won else None,
+            )
+        )
+    return curves

@@ -6,7 +6,7 @@ from fedlightning.config import ClientsConfig, RunConfig, StudyConfig
 from fedlightning.experiment import FederatedFit, fit_federated, is_better, objective_value, task_of
 from fedlightning.federation.exchange import DivergedError
 from fedlightning.federation.rounds import RoundReport
-from fedlightning.jobs.nested import NestedRuns
+from fedlightning.jobs.nested import TRIAL_STATE, NestedRuns
 from fedlightning.jobs.run import comparison_to_dict, log_traffic, run_tags
 from fedlightning.jobs.watchers import StudyWatcher
 from fedlightning.search import Proposal, Pruned
@@ -15,6 +15,9 @@ from fedlightning.tracking import TrackedRun
 RUN_ID = "run_id"
 BEST_ROUND = "best_round"
 VALIDATION = "validation"
+PRUNED_BECAUSE = "pruned_because"
+ROUNDS = "rounds"
+"""Training loss, validation loss and validation metric of each round, for the study's convergence figure."""
 
 
 def trial_config(study: StudyConfig, clients: ClientsConfig) -> RunConfig:
@@ -56,9 +59,13 @@ def evaluate_proposal(
         try:
             fit = fit_federated(grid, config, observers=[observe], accelerator=runs.workspace.accelerator)
         except (Pruned, DivergedError) as reason:
-            tracked.set_tags({"trial_state": "pruned", "pruned_because": str(reason)})
+            tracked.set_tags({TRIAL_STATE: "pruned", PRUNED_BECAUSE: str(reason)})
             tracked.finish("FINISHED")
+            proposal.note(PRUNED_BECAUSE, str(reason))
             raise Pruned(str(reason)) from reason
+        except BaseException:
+            tracked.set_tags({TRIAL_STATE: "failed"})
+            raise
         value = _note_fit(proposal, tracked, fit, config)
     return value
 
@@ -69,8 +76,14 @@ def _note_fit(proposal: Proposal, tracked: TrackedRun, fit: FederatedFit, config
     value = objective_value(validation.network, config.objective, fit.model.task)
     proposal.note(BEST_ROUND, fit.best.number)
     proposal.note(VALIDATION, comparison_to_dict(validation))
+    proposal.note(ROUNDS, [_round_scores(report) for report in fit.reports])
     tracked.log_comparison("validation", validation, metric=fit.model.task.metric)
     tracked.log_metrics({"objective": value})
     log_traffic(tracked, fit)
-    tracked.set_tags({"trial_state": "complete"})
+    tracked.set_tags({TRIAL_STATE: "complete"})
     return value
+
+
+def _round_scores(report: RoundReport) -> list[float]:
+    assert report.validation is not None
+    return [report.train.loss, report.validation.loss, report.validation.metric]

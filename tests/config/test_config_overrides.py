@@ -11,8 +11,8 @@ from fedlightning.config import (
     explicit_keys,
     flatten,
     load_centralized,
-    override_centralized,
     parse_clients,
+    resolve_centralized,
     resolve_run,
     to_yaml,
 )
@@ -143,12 +143,42 @@ def test_the_resolved_run_is_printed_in_full() -> None:
 
 
 def test_centralized_parameters_can_be_overridden() -> None:
-    """Trees and XGBoost values follow the same rules as those of a run."""
+    """Trees, XGBoost values, held-out rows and the seed follow the same rules as those of a run."""
     paper = load_centralized("paper")
-    changed = override_centralized(paper, ["n_estimators=50", "xgb.gamma=0"])
-    assert flatten(changed) == {**flatten(paper), "n_estimators": 50, "xgb.gamma": 0.0}
-    with pytest.raises(ValueError, match="unknown key 'num_rounds'; known: "):
-        override_centralized(paper, ["num_rounds=3"])
+    plain = flatten(resolve_centralized("a9a", paper))
+    assert plain == {
+        **flatten(paper),
+        **{f"dataset.{key}": value for key, value in flatten(run().dataset).items()},
+        "seed": 0,
+    }
+    given = ["n_estimators=50", "xgb.gamma=0", "dataset.train_ratio=.80", "dataset.split_seed=1", "seed=7"]
+    changed = flatten(resolve_centralized("a9a", paper, given))
+    expected = {"n_estimators": 50, "xgb.gamma": 0.0, "dataset.train_ratio": 0.8, "dataset.split_seed": 1, "seed": 7}
+    assert changed == {**plain, **expected}
+    assert resolve_centralized("a9a", paper, seed=7) == resolve_centralized("a9a", paper, ["seed=7"])
+    assert resolve_centralized("cod-rna", paper).dataset.name == "cod_rna"
+    own = DatasetConfig(name="mine", train_ratio=0.5)
+    assert resolve_centralized("mine", paper, dataset_defaults=own).dataset == own
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["num_rounds=3"], "unknown key 'num_rounds'; known: "),
+        (["CNN.lr=3"], "unknown key 'CNN.lr'; known: "),
+        (["dataset.patience=3"], "unknown key 'dataset.patience'; known: "),
+        (["dataset.name=abalone"], "dataset.name cannot be overridden"),
+        (["xgb.max_depth=0"], "xgb.max_depth is 0; allowed: a whole number from 1 to 30"),
+        (["dataset.train_ratio=1"], "dataset.train_ratio is 1; allowed: a number above 0 and below 1"),
+        (["n_estimators=1", "n_estimators=2"], "n_estimators is given twice"),
+        (["seed=4"], "seed is given twice: 3 and 4"),
+    ],
+)
+def test_a_wrong_centralized_override_is_explained(overrides: list[str], message: str) -> None:
+    """What a centralized run does not have is unknown to it, and impossible values are named with what is allowed."""
+    with pytest.raises(ValueError, match=r"^command line: ") as raised:
+        resolve_centralized("a9a", load_centralized("paper"), overrides, seed=3)
+    assert message in str(raised.value)
 
 
 @pytest.mark.parametrize(
