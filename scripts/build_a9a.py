@@ -72,8 +72,7 @@ COLUMNS = (
     Column(
         "marital-status",
         categories=_words(
-            "Married-civ-spouse Divorced Never-married Separated Widowed "
-            "Married-spouse-absent Married-AF-spouse"
+            "Married-civ-spouse Divorced Never-married Separated Widowed Married-spouse-absent Married-AF-spouse"
         ),
     ),
     Column(
@@ -84,9 +83,7 @@ COLUMNS = (
             "Priv-house-serv Protective-serv Armed-Forces"
         ),
     ),
-    Column(
-        "relationship", categories=_words("Wife Own-child Husband Not-in-family Other-relative Unmarried")
-    ),
+    Column("relationship", categories=_words("Wife Own-child Husband Not-in-family Other-relative Unmarried")),
     Column("race", categories=_words("White Asian-Pac-Islander Amer-Indian-Eskimo Other Black")),
     Column("sex", categories=_words("Female Male")),
     Column("capital-gain", cuts=(0,)),

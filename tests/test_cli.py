@@ -221,22 +221,20 @@ def test_interrupted(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err == "ERROR: interrupted; nothing is lost\n"
 
 
-def test_terminated(capsys: pytest.CaptureFixture[str]) -> None:
+def test_terminated() -> None:
     """SIGTERM unwinds like Ctrl-C, so that everything is closed on the way, and ends with status 143."""
-    unwound = []
-
-    def main(arguments: argparse.Namespace) -> None:
-        try:
-            os.kill(os.getpid(), signal.SIGTERM)
-            raise AssertionError("the signal should have ended this")
-        finally:
-            unwound.append(True)
-
-    with pytest.raises(SystemExit) as stop:
-        command(main, when_stopped="nothing is lost")
-    assert stop.value.code == 143
-    assert unwound == [True]
-    assert capsys.readouterr().err == "ERROR: terminated; nothing is lost\n"
+    text = """
+import os, signal
+def main(arguments):
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+        print("the signal should have ended this")
+    finally:
+        print("unwound")
+sys.exit(cli.run(main, made, [], when_stopped="nothing is lost"))
+"""
+    done = script(text)
+    assert (done.returncode, done.stdout, done.stderr) == (143, "unwound\n", "ERROR: terminated; nothing is lost\n")
 
 
 def test_a_reader_that_has_seen_enough() -> None:
@@ -275,15 +273,20 @@ def test_how_much_is_said(capsys: pytest.CaptureFixture[str], arguments: tuple[s
     assert all("it happened" in line for line in lines)
 
 
-def test_libraries_are_quiet_unless_asked(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("verbose", [False, True])
+def test_libraries_are_quiet_unless_asked(verbose: bool) -> None:
     """Other libraries' remarks and warnings are not ours to show; with -v they are."""
-
-    def main(parsed: argparse.Namespace) -> None:
-        logging.getLogger("mlflow.store").warning("a remark")
-        warnings.warn("a warning", UserWarning, stacklevel=1)
-
-    assert command(main) == 0
-    assert capsys.readouterr().err == ""
+    text = """
+import logging, warnings
+def main(arguments):
+    logging.getLogger("mlflow.store").warning("a remark")
+    warnings.warn("a warning")
+sys.exit(cli.run(main, made, sys.argv[1:]))
+"""
+    done = script(text, *(["-v"] if verbose else []))
+    assert done.returncode == 0
+    assert ("a remark" in done.stderr, "a warning" in done.stderr) == (verbose, verbose)
+    assert verbose or done.stderr == ""
 
 
 def test_nobody_is_told_what_we_do(monkeypatch: pytest.MonkeyPatch) -> None:

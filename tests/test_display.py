@@ -5,7 +5,7 @@ import threading
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from rich.console import Console
 
@@ -105,6 +105,10 @@ def test_a_trials_line() -> None:
 
 
 @given(st.integers(0, 10**13))
+@example(999)
+@example(999_949)
+@example(999_950)
+@example(999_999_999)
 def test_bytes_are_readable_and_right(count: int) -> None:
     """A number of bytes keeps its size within rounding, and never needs four digits before a unit's next."""
     number, unit = format_bytes(count).split()
@@ -120,8 +124,9 @@ def test_plain_lines_without_a_terminal(clock: Clock) -> None:
     """Into a file or a pipe go whole lines, one per event, without control characters, however long they are."""
     screen = Screen(width=40)
     display = Display(screen.console, "accuracy")
-    display.phase("opening the stores")
+    display.phase("opening [bold]the[/bold] stores")
     display.search_begins(Counts(0, 0, 0), 3, 600)
+    assert display._live is None
     for number, ended, counts in (
         (0, complete(0, loss=0.5), Counts(1, 0, 0)),
         (1, pruned(1), Counts(1, 1, 0)),
@@ -136,7 +141,10 @@ def test_plain_lines_without_a_terminal(clock: Clock) -> None:
     display.result("the table")
     assert "\x1b" not in screen.text
     lines = screen.lines
-    assert lines[:2] == ["opening the stores", "searching: 3 trials to do; after 10:00 no further one starts"]
+    assert lines[:2] == [
+        "opening [bold]the[/bold] stores",
+        "searching: 3 trials to do; after 10:00 no further one starts",
+    ]
     assert lines[2] == (
         "[1/3] trial 0: loss 0.5000 accuracy 87.50 % in round 12 | 61.2 s"
         " | best so far: trial 0, loss 0.5000 accuracy 87.50 % | about 1:00 left"

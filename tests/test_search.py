@@ -13,6 +13,7 @@ import optuna
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.trial import TrialState
 
 from fedlightning.config import Range, StudyConfig, flatten, start_values, trial_clients, widen
@@ -117,6 +118,23 @@ def test_proposals_lie_inside_the_space(make: Make, sampler: str) -> None:
         assert proposal.clients.client_num == 5
     for trial in search.trials():
         assert all(search.config.searched[key].contains(value) for key, value in trial.values.items())
+
+
+def test_samplers_know_the_scale(make: Make) -> None:
+    """A range that is searched by its logarithm is one for Optuna too, a grid keeps its step, and ends are included."""
+    search = make()
+    evaluated(search, 1)
+    (trial,) = search.optuna_study().trials
+    assert trial.distributions == {
+        "n_estimators_client": CategoricalDistribution((5, 10, 50)),
+        "num_iterations": IntDistribution(10, 50, step=10),
+        "num_rounds": IntDistribution(1, 64, log=True),
+        "xgb.max_depth": IntDistribution(2, 8),
+        "xgb.subsample": FloatDistribution(0.1, 1.0, step=0.1),
+        "xgb.gamma": CategoricalDistribution((0.0, 1.5, 5.0)),
+        "xgb.alpha": FloatDistribution(0.0, 5.0),
+        "CNN.lr": FloatDistribution(1e-5, 1e-2, log=True),
+    }
 
 
 @given(

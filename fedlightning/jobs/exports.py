@@ -60,7 +60,7 @@ def provenance(search: StudySearch, best: TrialSummary, metric: str, *, run_id: 
     validation = best.attributes[VALIDATION]["network"]
     lines = [
         f"{MARK} {__version__} from study {search.name} ({fingerprint(study)[:12]}), seed {study.seed}:",
-        f"trial {best.number} of {counts.complete} complete and {counts.pruned} pruned ones,",
+        f"trial {best.number}, the best of {counts.complete} complete and {counts.pruned} pruned ones,",
         f"validation loss {format_loss(validation['loss'])}, {metric} {format_metric(metric, validation['metric'])}"
         f" in round {best.attributes[BEST_ROUND]}; num_rounds is that round.",
     ]

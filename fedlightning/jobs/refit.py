@@ -79,7 +79,7 @@ def refit_winner(
     """
     config = config.model_copy(update={"val_ratio": 0.0})
     num_rounds = config.clients.num_rounds
-    watcher.phase(f"refitting trial {trial} on all training rows for {num_rounds} rounds")
+    watcher.phase(f"refitting trial {trial} on all training rows, rounds: {num_rounds}")
     tags = run_tags(config) | {"trial": str(trial)}
 
     def observe(report: RoundReport) -> None:

@@ -1,5 +1,7 @@
 """The best trial of a stored study becomes a client config, whatever has become of the study's file."""
 
+import errno
+import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -98,7 +100,7 @@ def test_the_best_trial_is_exported(call: Call, study: StudyConfig) -> None:
     header = [line for line in path.read_text().splitlines() if line.startswith("#")]
     assert header == [
         f"# Exported by fedlightning {__version__} from study vines ({fingerprint(study)[:12]}), seed 5:",
-        "# trial 2 of 3 complete and 1 pruned ones,",
+        "# trial 2, the best of 3 complete and 1 pruned ones,",
         "# validation loss 0.2500, accuracy 87.50 % in round 7; num_rounds is that round.",
         "# hfedxgboost ignores: xgb.subsample",
     ]
@@ -238,6 +240,23 @@ def test_an_unwritable_place_is_an_error(call: Call, study: StudyConfig, out: st
     assert f"cannot write {out}: " in done.err
     assert "--out FILE" in done.err
     assert sorted(Path().rglob("*")) == before
+
+
+def test_a_full_disk_leaves_the_earlier_file(call: Call, study: StudyConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the new file cannot take its place, the old one stays whole and nothing lies beside it."""
+    search_through(study, [Outcome(0.5)])
+    assert call("export", "--study", "vines", "--out", "best.yaml").status == 0
+    before = {path: path.read_bytes() for path in Path().glob("*.yaml*")}
+
+    def refuse(source: object, target: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "replace", refuse)
+    done = call("export", "--study", "vines", "--out", "best.yaml")
+    assert done.status == 1
+    assert "cannot write best.yaml: No space left on device" in done.err
+    assert {path: path.read_bytes() for path in Path().glob("*.yaml*")} == before
+    assert list(Path().glob(".best*")) == []
 
 
 @pytest.mark.slow

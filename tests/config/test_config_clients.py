@@ -151,9 +151,7 @@ def test_the_six_keys_are_written_as_the_reference_writes_them() -> None:
 def test_the_header_names_what_hfedxgboost_ignores() -> None:
     """Keys beyond the six are announced where a user of hfedxgboost sees them."""
     config = parse_clients(TEXT, source="test")
-    further = config.model_copy(
-        update={"xgb": XgbConfig(gamma=0, lambda_=2), "CNN": CnnConfig(lr=0.1, batch_size=64)}
-    )
+    further = config.model_copy(update={"xgb": XgbConfig(gamma=0, lambda_=2), "CNN": CnnConfig(lr=0.1, batch_size=64)})
     written = dump_clients(further)
     assert written.startswith("# hfedxgboost ignores: xgb.gamma, xgb.lambda, CNN.batch_size\n")
     assert "  lambda: 2.0\n" in written
@@ -177,9 +175,7 @@ def test_a_file_of_the_user_wins_over_a_published_name(tmp_path: Path) -> None:
 
 def test_an_unknown_name_lists_the_known_ones_closest_first(tmp_path: Path) -> None:
     """A typo is answered with what was probably meant."""
-    with pytest.raises(
-        LookupError, match=r"unknown client config 'a9a_5_client'; known: a9a_5_clients, "
-    ) as raised:
+    with pytest.raises(LookupError, match=r"unknown client config 'a9a_5_client'; known: a9a_5_clients, ") as raised:
         load_clients("a9a_5_client", root=tmp_path)
     assert all(name in str(raised.value) for name in PUBLISHED)
 

@@ -29,9 +29,7 @@ def test_a_written_value_is_read_back_by_both_yaml_versions(value: object) -> No
         assert type(document["key"]) is type(value)
 
 
-@pytest.mark.parametrize(
-    "value", ["1e-05", "0o10", "5.", "yes", "1:30", "null", "", "010", "<<", "*x", "- a", "a: b"]
-)
+@pytest.mark.parametrize("value", ["1e-05", "0o10", "5.", "yes", "1:30", "null", "", "010", "<<", "*x", "- a", "a: b"])
 def test_text_that_looks_like_something_else_stays_text(value: str) -> None:
     """A name such as 1e-05 is quoted when written, for either YAML version."""
     written = dump({"key": value})
@@ -143,9 +141,7 @@ def test_a_merge_key_is_an_ordinary_key() -> None:
     assert parse_mapping("<<: {a: 1}", source="test") == {"<<": {"a": 1}}
 
 
-yaml_like = st.text(
-    st.sampled_from("ab01.e-+:,[]{}\"'\\xUu&*!%@`|>?#~ \n\t\r\0\x85\u2028\ufeff<"), max_size=60
-)
+yaml_like = st.text(st.sampled_from("ab01.e-+:,[]{}\"'\\xUu&*!%@`|>?#~ \n\t\r\0\x85\u2028\ufeff<"), max_size=60)
 
 
 @given(st.one_of(yaml_like, st.text(max_size=60)))

@@ -258,8 +258,7 @@ def test_published_means_the_reference_s_values_even_after_an_export(tmp_path: P
     folder = tmp_path / "studies" / "clients"
     folder.mkdir(parents=True)
     (folder / "a9a_5_clients.yaml").write_text(
-        "n_estimators_client: 7\nnum_rounds: 8\nclient_num: 5\nnum_iterations: 9\n"
-        "xgb: {max_depth: 3}\nCNN: {lr: 0.1}\n"
+        "n_estimators_client: 7\nnum_rounds: 8\nclient_num: 5\nnum_iterations: 9\nxgb: {max_depth: 3}\nCNN: {lr: 0.1}\n"
     )
     assert load_study("a9a_5", root=tmp_path) == load_study("a9a_5")
 
@@ -344,9 +343,7 @@ def test_an_override_of_the_start_is_looked_up_anew(tmp_path: Path) -> None:
     """Published values follow the number of clients, and another config can be named."""
     before = load_study("a9a_5")
     assert override_study(before, ["client_num=2"]).base == published_clients("a9a", 2)
-    assert override_study(before, ["start_from=a9a_10_clients"], root=tmp_path).base == load_clients(
-        "a9a_10_clients"
-    )
+    assert override_study(before, ["start_from=a9a_10_clients"], root=tmp_path).base == load_clients("a9a_10_clients")
     assert start_values(override_study(before, ["start_from=null"])) is None
     with pytest.raises(LookupError, match="nothing is published for a9a with 3 clients"):
         override_study(before, ["client_num=3"])
@@ -393,9 +390,7 @@ def test_what_defines_a_study_changes_its_fingerprint(override: str, key: str) -
     assert difference == f"{key}: {definition(before)[key]} before, {definition(after)[key]} now"
 
 
-@pytest.mark.parametrize(
-    "override", ["trials=1", "timeout=null", "sampler=random", "pruner=none", "xgb.subsample=0.8"]
-)
+@pytest.mark.parametrize("override", ["trials=1", "timeout=null", "sampler=random", "pruner=none", "xgb.subsample=0.8"])
 def test_what_may_change_on_resume_leaves_the_fingerprint(override: str) -> None:
     """Budget and search method may change, and a default spelled out is the same definition."""
     before = load_study("a9a_5")
@@ -426,9 +421,7 @@ def test_definitions_that_were_stored_as_text_compare_equal() -> None:
 )
 def test_study_settings_without_effect_are_told(overrides: list[str], keys: list[str]) -> None:
     """Patience beyond the longest trial and a pruner of single rounds are pointed out."""
-    warnings = effectless(
-        override_study(load_study("a9a_5"), overrides), {o.partition("=")[0] for o in overrides}
-    )
+    warnings = effectless(override_study(load_study("a9a_5"), overrides), {o.partition("=")[0] for o in overrides})
     assert [warning.partition(" has no effect: ")[0] for warning in warnings] == keys
 
 
@@ -451,15 +444,11 @@ def test_patience_is_held_against_the_longest_trial() -> None:
             assert len(effectless(config, {"dataset.patience"})) == count
 
 
-numbers = st.one_of(
-    st.integers(-2, 12), st.floats(-0.5, 12), st.sampled_from([True, None, "x", 10**12, float("nan")])
-)
+numbers = st.one_of(st.integers(-2, 12), st.floats(-0.5, 12), st.sampled_from([True, None, "x", 10**12, float("nan")]))
 entries = st.one_of(
     numbers,
     st.fixed_dictionaries({"choices": st.lists(numbers, max_size=4)}),
-    st.fixed_dictionaries(
-        {"low": numbers, "high": numbers}, optional={"step": numbers, "log": st.booleans()}
-    ),
+    st.fixed_dictionaries({"low": numbers, "high": numbers}, optional={"step": numbers, "log": st.booleans()}),
 )
 spaces = st.dictionaries(st.sampled_from(SPACE_KEYS), entries, max_size=3)
 

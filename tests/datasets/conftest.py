@@ -33,9 +33,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[DataServer]:
                 return
             self.send_response(reply.status)
             if reply.tells_length:
-                self.send_header(
-                    "Content-Length", str(len(reply.body) if reply.length is None else reply.length)
-                )
+                self.send_header("Content-Length", str(len(reply.body) if reply.length is None else reply.length))
             self.end_headers()
             self.wfile.write(reply.body)
 

@@ -13,9 +13,7 @@ from fedlightning.datasets.locate import BUNDLED
 @pytest.mark.parametrize("file", CATALOGUE["a9a"].files, ids=lambda file: file.name)
 def test_content_has_the_official_sha256(file) -> None:
     """The uncompressed content is LIBSVM Data's, byte for byte."""
-    assert (
-        hashlib.sha256(lzma.decompress((BUNDLED / f"{file.name}.xz").read_bytes())).hexdigest() == file.sha256
-    )
+    assert hashlib.sha256(lzma.decompress((BUNDLED / f"{file.name}.xz").read_bytes())).hexdigest() == file.sha256
 
 
 def test_table_has_the_official_shape_and_classes(cache) -> None:

@@ -41,9 +41,7 @@ def test_entry_agrees_with_itself(entry) -> None:
     """Rows add up over the files, classes fit the task, and an entry cannot be changed."""
     if entry.files:
         assert sum(file.rows for file in entry.files) == entry.rows
-    assert {"binary": entry.classes == 2, "multiclass": entry.classes > 2, "regression": entry.classes == 0}[
-        entry.task
-    ]
+    assert {"binary": entry.classes == 2, "multiclass": entry.classes > 2, "regression": entry.classes == 0}[entry.task]
     for file in entry.files:
         assert file.sha256 is None or len(file.sha256) == 64
         assert file.url_path.split("/")[1].removesuffix(".bz2") == file.name

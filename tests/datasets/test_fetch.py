@@ -27,9 +27,7 @@ PACKED = bz2.compress(CONTENT)
 OTHER = CONTENT.replace(b"-0.5", b"-0.7")
 FILE = DataFile("tiny", "regression/tiny.bz2", rows=500, sha256=hashlib.sha256(CONTENT).hexdigest())
 UNKNOWN = DataFile("tiny", "regression/tiny.bz2", rows=500)
-ENTRY = DatasetEntry(
-    name="tiny", task="regression", files=(FILE,), rows=500, features=2, classes=0, description=""
-)
+ENTRY = DatasetEntry(name="tiny", task="regression", files=(FILE,), rows=500, features=2, classes=0, description="")
 PATH = "/regression/tiny.bz2"
 
 
@@ -130,9 +128,7 @@ def test_name_that_cannot_be_taken_leaves_nothing(server: DataServer, cache: Pat
 def test_progress_counts_the_bytes(server: DataServer, tells_length: bool) -> None:
     """Progress runs from nothing to the whole file, with the total if the server tells it."""
     body = lzma.compress(np.random.default_rng(0).bytes(1 << 20))
-    file = DataFile(
-        "noise", "regression/noise.xz", rows=1, md5=hashlib.md5(lzma.decompress(body)).hexdigest()
-    )
+    file = DataFile("noise", "regression/noise.xz", rows=1, md5=hashlib.md5(lzma.decompress(body)).hexdigest())
     server.replies["/regression/noise.xz"] = Reply(body, tells_length=tells_length)
     seen: list[tuple[str, int, int | None]] = []
     download_file(file, ENTRY, progress=lambda name, done, total: seen.append((name, done, total)))
@@ -205,8 +201,7 @@ class TestFileWithoutPublishedDigest:
 def unbundled(server: DataServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], bytes]:
     """Take the bundled a9a out of the search and put its content on the server instead."""
     originals = {
-        file.name: lzma.decompress((locate.BUNDLED / f"{file.name}.xz").read_bytes())
-        for file in CATALOGUE["a9a"].files
+        file.name: lzma.decompress((locate.BUNDLED / f"{file.name}.xz").read_bytes()) for file in CATALOGUE["a9a"].files
     }
     for name, content in originals.items():
         server.replies[f"/binary/{name}"] = Reply(content)
@@ -231,17 +226,13 @@ def test_load_fetches_what_is_nowhere(server: DataServer, cache: Path, unbundled
     assert set(holds(cache)) == {"a9a", "a9a.t"}
 
 
-def test_damaged_file_of_the_cache_is_removed_and_fetched_again(
-    server: DataServer, cache: Path, unbundled
-) -> None:
+def test_damaged_file_of_the_cache_is_removed_and_fetched_again(server: DataServer, cache: Path, unbundled) -> None:
     """A load removes a damaged cached file and says so, and the next one fetches it."""
     cache.mkdir()
     (cache / "a9a").write_bytes(unbundled("a9a"))
     (cache / "a9a.t").write_bytes(unbundled("a9a.t").replace(b"123:1", b"122:1").replace(b"1:1", b"2:1", 1))
     assert [verdict.status for verdict in verify_dataset("a9a")] == ["ok", "damaged"]
-    expected = (
-        r"a9a\.t: sha256 is .*, expected 1f448a153f03\.\.\.; the file was removed, run again to fetch it"
-    )
+    expected = r"a9a\.t: sha256 is .*, expected 1f448a153f03\.\.\.; the file was removed, run again to fetch it"
     with pytest.raises(DamagedFileError, match=expected):
         load_table("a9a")
     assert set(holds(cache)) == {"a9a"}
@@ -268,9 +259,7 @@ def test_the_users_own_file_is_never_removed(server: DataServer, tmp_path: Path)
     own.mkdir()
     (own / "a9a").write_bytes(b"+1 1:1 \n")
     for act in (lambda: load_table("a9a", data_dir=own), lambda: fetch_dataset("a9a", own)):
-        with pytest.raises(
-            DamagedFileError, match=rf"a9a: sha256 is .*; replace or remove {own / 'a9a'}, it is"
-        ):
+        with pytest.raises(DamagedFileError, match=rf"a9a: sha256 is .*; replace or remove {own / 'a9a'}, it is"):
             act()
     verdict = verify_dataset("a9a", own)[0]
     assert (verdict.status, verdict.source.path) == ("damaged", own / "a9a")

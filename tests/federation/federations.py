@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-import numpy as np
 from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.common.serde import message_from_proto, message_to_proto
 from flwr.proto.message_pb2 import Message as ProtoMessage
@@ -10,7 +9,6 @@ from flwr.serverapp import Grid
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
 from flwr.supercore.run import Run
-from numpy.typing import NDArray
 
 from fedlightning.datasets.catalogue import find_dataset
 from fedlightning.federation.local_grid import LocalGrid
@@ -64,11 +62,6 @@ def bits(reports: Iterable[RoundReport]) -> list[object]:
     return [
         (r.number, r.train, r.validation, {name: array.tobytes() for name, array in r.network.items()}) for r in reports
     ]
-
-
-def shape(arrays: Mapping[str, NDArray[np.float32]]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of named arrays."""
-    return {name: array.shape for name, array in arrays.items()}
 
 
 def through_proto(message: Message) -> Message:
