@@ -35,6 +35,9 @@ def _ui(arguments: argparse.Namespace) -> None:
         sys.stdout.write(f"{address}\n" if arguments.quiet else f"MLflow's pages: {address} (Ctrl-C ends them)\n")
         sys.stdout.flush()
 
+    if not arguments.quiet:
+        sys.stdout.write("starting MLflow's server\n")
+        sys.stdout.flush()
     serve(store, port=arguments.port, on_start=say, verbose=arguments.verbose > 0)
 
 

@@ -18,7 +18,7 @@ from urllib.parse import unquote
 from fedlightning.tracking import TrackingStore, default_database
 
 HOST = "127.0.0.1"
-_START_SECONDS = 120.0
+_START_SECONDS = 300.0
 _STOP_SECONDS = 10.0
 _LAST_BYTES = 4000
 _EXIT_HUNG_UP = 129
