@@ -207,6 +207,14 @@ def test_a_study_does_its_trials(tuned: Tuned) -> None:
     assert notes.phases[:3] == ["opening the stores", "search begins at 0 of 4", "search ends"]
 
 
+def test_the_pruner_sees_the_best_so_far(tuned: Tuned, root: Path) -> None:
+    """What a trial reports after a round is its best loss up to there: that is what it will be judged by."""
+    for trial in find_search("tiny", root).optuna_study().trials:
+        losses = [report.validation.loss for report in tuned.notes.rounds[trial.number] if report.validation]
+        assert trial.intermediate_values == {n: min(losses[:n]) for n in range(1, ROUNDS_DONE + 1)}
+    assert losses[-1] > min(losses), "choose a seed whose last trial gets worse in the end"
+
+
 def test_the_test_rows_are_read_once(tuned: Tuned) -> None:
     """Searching never reads the test rows; the refit does, once."""
     assert tuned.test_readings == 1
@@ -469,8 +477,11 @@ def test_export_is_the_winner(tuned: Tuned, root: Path) -> None:
 # -- called again ---------------------------------------------------------------------------------------------------
 
 
-def test_a_finished_study_only_reports(tuned: Tuned, workspace: Workspace, client: MlflowClient) -> None:
-    """A second call does no trial, reads no test row, trains nothing, and reports the same figures to the last bit."""
+def test_a_finished_study_only_reports(
+    tuned: Tuned, workspace: Workspace, client: MlflowClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second call opens no federation, reads no test row, and reports the same figures to the last bit."""
+    monkeypatch.delattr(study_jobs, "run_in_federation")
     again = tune(workspace, "tiny", definition())
     assert again.test_readings == 0
     assert (again.notes.begun, again.notes.refit_rounds) == ([], [])
