@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedlightning.model import ADAM_BETAS, CHANNELS, initial_network
+from fedlightning.model import CHANNELS, initial_network, one_thread
 from fedlightning.tasks import Scaling, find_task
-from fedlightning.training import fit, one_thread
+from fedlightning.training import ADAM_BETAS, batch_order, fit
 
 ROWS, BATCH_SIZE, ITERATIONS, REPEATS, LR = 5_861, 32, 500, 5, 5e-4
 SHAPES = ((5, 100), (2, 250), (10, 50))
@@ -46,10 +46,8 @@ def ours(tree_outputs: Tensor, targets: Tensor, clients: int, trees: int) -> Non
         targets,
         task=find_task("binary"),
         scaling=Scaling(),
-        num_iterations=ITERATIONS,
-        batch_size=BATCH_SIZE,
+        order=batch_order(ROWS, ITERATIONS, BATCH_SIZE, seed=0),
         lr=LR,
-        seed=0,
     )
 
 

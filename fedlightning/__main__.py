@@ -13,6 +13,7 @@ COMMANDS = {
     "ui": "show what was recorded, in MLflow's pages",
     "export": "write the best trial of a study as a client config",
     "run": "train with one or several client configs, and compare",
+    "submit": "do a run or a study on a live federation, over a SuperLink",
     "centralized": "fit XGBoost on all rows in one place, for comparison",
     "data": "list, fetch and verify the data sets",
 }

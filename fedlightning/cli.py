@@ -10,14 +10,18 @@ import shlex
 import signal
 import sys
 import textwrap
+import threading
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn, TextIO
+from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from fedlightning import __version__
+
+if TYPE_CHECKING:
+    from fedlightning.federation.engines import Engine
 
 EXIT_USAGE = 2
 """Something given was wrong: an argument, a file, a value."""
@@ -31,9 +35,17 @@ _QUIET_ENVIRONMENT = {
     "FLWR_TELEMETRY_ENABLED": "0",
     "FLWR_DISABLE_UPDATE_CHECK": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
+    # What later versions do anyway; Ray announces the change at every start otherwise.
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "DO_NOT_TRACK": "true",
 }
+
+_NOISY = ("flwr", "ray", "lightning", "mlflow", "alembic", "optuna", "sqlalchemy")
+"""Libraries whose log is shown only to those who ask for more."""
+
+TRAINING_COMMANDS = ("run", "tune")
+"""Commands that train on a federation, and can be handed to a live one."""
 
 _HELP_WIDTH = 108
 
@@ -61,8 +73,8 @@ class _Stderr(logging.StreamHandler[TextIO]):
         pass
 
 
-def parser(command: str, description: str, examples: Sequence[str]) -> argparse.ArgumentParser:
-    """Return a parser with the arguments that every command takes."""
+def parser(command: str, description: str, examples: Sequence[str], *, places: bool = True) -> argparse.ArgumentParser:
+    """Return a parser with the arguments that every command takes; ``places`` are those of this machine's folders."""
     called = program(command)
     made = Parser(
         prog=called,
@@ -75,6 +87,15 @@ def parser(command: str, description: str, examples: Sequence[str]) -> argparse.
         allow_abbrev=False,
     )
     common = made.add_argument_group("everywhere")
+    if places:
+        _add_places(common)
+    common.add_argument("-v", "--verbose", action="count", default=0, help="say more; twice for debugging")
+    common.add_argument("-q", "--quiet", action="store_true", help="print results and errors only")
+    common.add_argument("--version", action="version", version=f"fedlightning {__version__}")
+    return made
+
+
+def _add_places(common: "argparse._ArgumentGroup") -> None:
     common.add_argument(
         "--root",
         type=Path,
@@ -91,10 +112,6 @@ def parser(command: str, description: str, examples: Sequence[str]) -> argparse.
     common.add_argument(
         "--tracking-uri", metavar="URI", help="MLflow store or server (default: <root>/mlruns/mlflow.db)"
     )
-    common.add_argument("-v", "--verbose", action="count", default=0, help="say more; twice for debugging")
-    common.add_argument("-q", "--quiet", action="store_true", help="print results and errors only")
-    common.add_argument("--version", action="version", version=f"fedlightning {__version__}")
-    return made
 
 
 def program(command: str) -> str:
@@ -121,8 +138,26 @@ def add_training_arguments(command: argparse.ArgumentParser, *, network: bool = 
         command.add_argument(
             "--accelerator", choices=("cpu", "auto"), default="cpu", help="device for the network (default: cpu)"
         )
+        command.add_argument(
+            "--engine", choices=("local", "ray"), default="local", help="where the clients run (default: local)"
+        )
     command.add_argument("--json", action="store_true", help="print nothing but JSON, an object per line, on stdout")
     command.add_argument("overrides", nargs="*", metavar="key=value", help="settings by their dotted path")
+
+
+def start_engine(arguments: argparse.Namespace, opened: "Engine | None", client_num: int, jobs: int = 1) -> "Engine":
+    """Return the engine that a command runs on: one whose federation is open already, or what its arguments say.
+
+    The local one begins to import what its clients need, in the background.
+    """
+    from fedlightning.federation.engines import ENGINES, client_processes
+    from fedlightning.federation.local_grid import warm_up
+
+    if opened is not None:
+        return opened
+    if arguments.engine == "local" and client_processes(client_num, jobs):
+        warm_up()
+    return ENGINES[arguments.engine]()
 
 
 def run(
@@ -142,10 +177,13 @@ def run(
     """
     arguments = made.parse_intermixed_args(argv)
     configure(verbose=arguments.verbose, quiet=arguments.quiet)
-    signal.signal(signal.SIGTERM, _terminate)
+    if threading.current_thread() is threading.main_thread():
+        # In a simulation, Flower calls its ServerApp in another one.
+        signal.signal(signal.SIGTERM, _terminate)
     ending = f"; {when_stopped}" if when_stopped else ""
     try:
-        _check_paths(arguments.root.absolute(), arguments.data_dir)
+        if "root" in arguments:
+            _check_paths(arguments.root.absolute(), arguments.data_dir)
         main(arguments)
         sys.stdout.flush()
     except KeyboardInterrupt:
@@ -181,8 +219,10 @@ def configure(*, verbose: int, quiet: bool) -> None:
     if not verbose:
         # Third parties' remarks on themselves; ours come through the log.
         warnings.simplefilter("ignore")
-        for noisy in ("flwr", "lightning", "mlflow", "alembic", "optuna", "sqlalchemy"):
+        for noisy in _NOISY:
             logging.getLogger(noisy).setLevel(logging.ERROR)
+        # Some set their own level again when they are imported.
+        handler.addFilter(lambda record: record.levelno >= logging.ERROR or record.name.split(".")[0] not in _NOISY)
 
 
 def print_json(values: object) -> None:

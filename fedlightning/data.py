@@ -17,7 +17,8 @@ List the known data sets, fetch their files, or verify the files that are there.
   verify NAME|all   check each file; nothing is downloaded or changed
 Files are looked for in --data-dir, in the folder FEDLIGHTNING_DATA_DIR, among those that ship with the package, and
 in the cache (FEDLIGHTNING_CACHE_DIR, by default ~/.cache/fedlightning), where downloads go. They may be plain or
-compressed (.xz, .bz2, .gz). Downloads come from LIBSVM Data, or from the address FEDLIGHTNING_DATA_URL."""
+compressed (.xz, .bz2, .gz). Downloads come from LIBSVM Data, or from the address FEDLIGHTNING_DATA_URL; a proxy is
+taken from HTTPS_PROXY and HTTP_PROXY."""
 
 EXAMPLES = (
     "list",
@@ -33,7 +34,7 @@ def build_parser() -> argparse.ArgumentParser:
     """Return the command's parser."""
     command = cli.parser("data", DESCRIPTION, EXAMPLES)
     command.add_argument("action", choices=("list", "fetch", "verify"), metavar="list|fetch|verify")
-    command.add_argument("names", nargs="*", metavar="NAME", help="data sets, or all")
+    command.add_argument("names", nargs="*", default=[], metavar="NAME", help="data sets, or all")
     command.add_argument("--json", action="store_true", help="print nothing but JSON, an object per line, on stdout")
     return command
 

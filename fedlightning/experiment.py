@@ -17,13 +17,12 @@ from fedlightning.federation import records
 from fedlightning.federation.exchange import Traffic
 from fedlightning.federation.memory import Memory, default_capacity
 from fedlightning.federation.rounds import RoundReport, rounds
-from fedlightning.federation.shard import ShardKey, load_shard
+from fedlightning.federation.shard import Silo, load_shard
 from fedlightning.federation.strategy import FedXgbLlr, NetworkSettings, TreeSettings
-from fedlightning.model import TreeCNN
+from fedlightning.model import TreeCNN, evaluate, load_arrays
 from fedlightning.partition import hold_out
 from fedlightning.seeds import derive_seed
 from fedlightning.tasks import Scaling, Scores, Tally, TargetStatistics, Task, add_tallies, find_task
-from fedlightning.training import evaluate
 from fedlightning.trees import Ensemble, Forest, ensemble_margins, grow_ensemble
 
 BLOCK_ROWS = 16_384
@@ -110,17 +109,29 @@ class FederatedFit:
     fits: int
     """Ensembles fitted for this training; the others were already there."""
     preparation: Traffic
-    """Sent before the rounds: descriptions, ensembles, forest."""
+    """What a federation that has not seen these trees sends before the rounds: descriptions, ensembles, forest."""
+    sent_before: Traffic
+    """What was really sent before the rounds: nothing that an earlier run on the same federation left, but perhaps
+    more trees than this run uses, for those after it."""
+    test: Comparison | None = None
+    """On the test rows that the clients hold, if they do and were asked."""
 
     @property
     def traffic(self) -> Traffic:
-        """Everything that training sent, up to the last round; asking how the rivals do is not part of it."""
+        """Everything that such a training sends, up to the last round; asking how the rivals do is not part of it."""
         return self._traffic_until(len(self.reports))
 
     @property
     def traffic_to_best(self) -> Traffic:
-        """Everything that training sent, up to the chosen round."""
+        """Everything that such a training sends, up to the chosen round."""
         return self._traffic_until(self.best.number)
+
+    @property
+    def traffic_sent(self) -> Traffic:
+        """Everything that was really sent, up to the last round."""
+        return self.traffic + Traffic(
+            self.sent_before.up - self.preparation.up, self.sent_before.down - self.preparation.down
+        )
 
     @property
     def validation(self) -> Comparison | None:
@@ -151,6 +162,9 @@ def fit_federated(
     *,
     observers: Sequence[Observer] = (),
     accelerator: str = "cpu",
+    memory: Memory | None = None,
+    grow_at_least: int = 1,
+    test: bool = False,
     timeout: float | None = None,
 ) -> FederatedFit:
     """Grow, plant and train on a federation, and keep the best round's network.
@@ -163,25 +177,27 @@ def fit_federated(
         config: Everything that decides the result.
         observers: Called with each round's report; one that raises ends the run.
         accelerator: Lightning's device for the clients.
+        memory: What earlier runs on the same federation left; trees in it are neither grown nor sent again.
+        grow_at_least: Trees per client that later runs of the same tree settings will want.
+        test: Ask the clients for their test rows' scores, at the end, if the test rows lie with them.
         timeout: Seconds to wait for the slowest client in each exchange.
     """
     task = task_of(config.dataset)
     clients = config.clients
     strategy = FedXgbLlr(
-        task=task,
+        rows=rows_request(config),
         client_num=clients.client_num,
-        trees=TreeSettings(clients.n_estimators_client, clients.xgb.max_depth, xgb_params(clients.xgb)),
+        trees=TreeSettings(clients.n_estimators_client, clients.xgb.max_depth, xgb_params(clients.xgb), grow_at_least),
         network=NetworkSettings(
             clients.num_iterations, clients.CNN.batch_size, clients.CNN.lr, clients.CNN.channels, accelerator
         ),
-        val_ratio=config.val_ratio,
-        seed=config.seed,
+        memory=memory,
         timeout=timeout,
     )
     forest = strategy.prepare(grid)
     mean_margin: Scores | None = None
     local_only: tuple[Scores, ...] = ()
-    preparation = strategy.traffic
+    sent_before = strategy.traffic
     if config.val_ratio:
         mean_margin, local_only = strategy.compare(grid)
     best: RoundReport | None = None
@@ -196,7 +212,10 @@ def fit_federated(
             break
     assert best is not None, "a configuration has at least one round"
     network = TreeCNN(clients.client_num, forest.trees, forest.outputs, clients.CNN.channels)
-    records.load_arrays(network, best.network)
+    load_arrays(network, best.network)
+    on_test = None
+    if test and strategy.clients_hold_test_rows:
+        on_test = Comparison(strategy.test(grid, best.network), *strategy.compare(grid, "test"))
     return FederatedFit(
         model=FederatedModel(task, forest, network, strategy.scaling),
         reports=tuple(reports),
@@ -205,7 +224,21 @@ def fit_federated(
         local_only=local_only,
         training_rows=sum(description.train_rows for description in strategy.descriptions),
         fits=strategy.fits,
-        preparation=preparation,
+        preparation=strategy.preparation(),
+        sent_before=sent_before,
+        test=on_test,
+    )
+
+
+def rows_request(config: RunConfig) -> records.RowsRequest:
+    """Return which rows the clients of a run use."""
+    return records.RowsRequest(
+        dataset=config.dataset.name,
+        task=task_of(config.dataset).name,
+        train_ratio=float(config.dataset.train_ratio),
+        split_seed=config.dataset.split_seed,
+        val_ratio=float(config.val_ratio),
+        seed=config.seed,
     )
 
 
@@ -243,25 +276,10 @@ def union_of_shards(config: RunConfig, data_dir: Path | None = None) -> tuple[Ta
 
     No party of a federation can do this; it is what the centralized rival needs where the rows are in one place.
     """
-    task = find_dataset(config.dataset.name).task
     memory = Memory(default_capacity())
-    shards = [
-        load_shard(
-            ShardKey(
-                config.dataset.name,
-                config.dataset.train_ratio,
-                config.dataset.split_seed,
-                str(data_dir.resolve()) if data_dir else "",
-                partition,
-                config.clients.client_num,
-            ),
-            task=task,
-            val_ratio=config.val_ratio,
-            seed=config.seed,
-            memory=memory,
-        )
-        for partition in range(config.clients.client_num)
-    ]
+    clients, folder = config.clients.client_num, str(data_dir.resolve()) if data_dir else ""
+    silos = [Silo(partition, clients, data_dir=folder) for partition in range(clients)]
+    shards = [load_shard(silo, rows_request(config), memory) for silo in silos]
     return _union([shard.train for shard in shards]), _union([shard.validation for shard in shards])
 
 
@@ -286,13 +304,18 @@ def centralized_rival(
 def compare_with_centralized(
     fit: FederatedFit, config: RunConfig, *, data_dir: Path | None = None, threads: int = 1
 ) -> RunResult:
-    """Read the test set, once, and hold the network beside all its rivals."""
+    """Read the test set, once, and hold the network beside all its rivals.
+
+    Where the clients hold the test rows, they were read by them, and nobody can have centralized XGBoost.
+    """
+    task = fit.model.task
+    if fit.test is not None:
+        return RunResult(task.name, task.metric, fit, fit.validation, fit.test)
     _, test = held_out(config.dataset, data_dir)
     centralized, on_validation = centralized_rival(config, data_dir=data_dir, threads=threads)
     validation = fit.validation
     if validation is not None:
         validation = replace(validation, centralized=on_validation)
-    task = fit.model.task
     return RunResult(task.name, task.metric, fit, validation, fit.model.compare(test, centralized))
 
 

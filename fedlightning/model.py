@@ -1,17 +1,19 @@
-"""The combiner network: a one-layer CNN over tree outputs, and its LightningModule."""
+"""The combiner network: a one-layer CNN over tree outputs, and how it is evaluated."""
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
-import lightning
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from fedlightning.tasks import Scaling, Tally, Task, add_tallies
+from fedlightning.tasks import Scaling, Tally, Task
 
 CHANNELS = 64
-ADAM_BETAS = (0.5, 0.999)
+EVALUATION_ROWS = 8192
+"""Rows evaluated at a time, to bound memory."""
 
 
 class TreeCNN(nn.Module):
@@ -93,58 +95,49 @@ def initial_network(client_num: int, trees: int, *, outputs: int = 1, channels: 
         return TreeCNN(client_num, trees, outputs, channels)
 
 
-class TreeCNNModule(lightning.LightningModule):
-    """Train a TreeCNN by batches that arrive several iterations at a time.
-
-    A training step receives a chunk of iterations, so that the Trainer's overhead is paid per chunk; every optimizer
-    step still goes through Lightning's optimizer and counts in ``global_step``. Callbacks fire once per chunk.
+def evaluate(network: TreeCNN, tree_outputs: Tensor, targets: Tensor, *, task: Task, scaling: Scaling) -> Tally:
+    """Return the network's tally over rows, in double precision.
 
     Args:
-        network: The network to train in place.
+        network: The network to evaluate.
+        tree_outputs: Scaled tree outputs, shape ``(rows, outputs, K*T)``.
+        targets: Class indices or original targets, shape ``(rows,)``.
         task: Loss and metric.
         scaling: The federation's scaling of the target.
-        lr: Adam's learning rate.
     """
+    return evaluate_blocks(network, torch.split(tree_outputs, EVALUATION_ROWS), targets, task=task, scaling=scaling)
 
-    def __init__(self, network: TreeCNN, *, task: Task, scaling: Scaling, lr: float) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-        self.network = network
-        self.task = task
-        self.scaling = scaling
-        self.lr = lr
-        self._tallies: list[Tally] = []
 
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        """Take one optimizer step per iteration of the chunk.
+@torch.no_grad()
+def evaluate_blocks(
+    network: TreeCNN, blocks: Iterable[Tensor], targets: Tensor, *, task: Task, scaling: Scaling
+) -> Tally:
+    """Return the network's tally over rows whose tree outputs come block by block, none of which is kept."""
+    with one_thread():
+        return task.tally(torch.cat([network(block) for block in blocks]), targets, scaling)
 
-        Args:
-            batch: Tree outputs ``(iterations, batch_size, outputs, K*T)`` and targets in original units
-                ``(iterations, batch_size)``.
-            batch_idx: Number of the chunk.
-        """
-        optimizer = self.optimizers()
-        assert isinstance(optimizer, lightning.pytorch.core.optimizer.LightningOptimizer)
-        tree_outputs, targets = batch
-        standardized = self.scaling.standardize(targets).to(self.task.target_dtype)
-        logits = []
-        for inputs, wanted in zip(tree_outputs, standardized, strict=True):
 
-            def by_logits(predicted: Tensor, wanted: Tensor = wanted) -> Tensor:
-                return self.task.row_gradients(predicted, wanted) / len(wanted)
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Compute on one torch thread: the products are too small to share, and sums keep their order."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
-            logits.append(self.network.set_gradients(inputs, by_logits))
-            optimizer.step()
-        self._tallies.append(self.task.tally(torch.cat(logits), targets.flatten(), self.scaling))
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return Adam with the paper's betas."""
-        return torch.optim.Adam(self.network.parameters(), lr=self.lr, betas=ADAM_BETAS, fused=True)
+def network_arrays(network: TreeCNN) -> dict[str, NDArray[np.float32]]:
+    """Return a copy of a network's parameters by name."""
+    return {name: value.detach().cpu().numpy().copy() for name, value in network.state_dict().items()}
 
-    def training_tally(self) -> Tally:
-        """Return loss and metric over all rows seen in training, each as it was before its step."""
-        return add_tallies(self._tallies)
 
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse: the federation keeps the network, a client's Trainer never does."""
-        raise RuntimeError("a client's training is not checkpointed; the global network is the federation's")
+def load_arrays(network: TreeCNN, arrays: Mapping[str, NDArray[np.float32]]) -> None:
+    """Set a network's parameters by name."""
+    network.load_state_dict({name: torch.from_numpy(np.array(array)) for name, array in arrays.items()})
+
+
+def network_shapes(network: TreeCNN) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a network's parameters by name."""
+    return {name: tuple(value.shape) for name, value in network.state_dict().items()}

@@ -3,12 +3,14 @@
 import argparse
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from fedlightning import cli
 
 if TYPE_CHECKING:
     from fedlightning.config import RunConfig
+    from fedlightning.federation.engines import Engine
 
 DESCRIPTION = """\
 Train with the values of a client config: grow every client's trees once, share the forest, train the
@@ -35,12 +37,17 @@ def build_parser() -> argparse.ArgumentParser:
     return command
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit status."""
-    return cli.run(_run, build_parser(), argv, when_stopped="the run is marked KILLED in the tracking store")
+def main(argv: Sequence[str] | None = None, *, engine: "Engine | None" = None) -> int:
+    """Run the command, in the given engine's federation if there is one, and return its exit status."""
+    return cli.run(
+        partial(_run, engine=engine),
+        build_parser(),
+        argv,
+        when_stopped="the run is marked KILLED in the tracking store",
+    )
 
 
-def _run(arguments: argparse.Namespace) -> None:
+def _run(arguments: argparse.Namespace, engine: "Engine | None" = None) -> None:
     from fedlightning.config import effectless, explicit_keys, load_clients, resolve_run
 
     # All are read before the first one trains: a misspelt second name should not cost the first one's time.
@@ -62,13 +69,10 @@ def _run(arguments: argparse.Namespace) -> None:
     from fedlightning.downloads import fetch_missing
 
     console = Console(stderr=arguments.json)
-    fetch_missing(configs[0].dataset.name, arguments.data_dir, console, quiet=arguments.quiet)
-
-    from fedlightning.federation.engines import client_processes
-    from fedlightning.federation.local_grid import warm_up
-
-    if client_processes(max(config.clients.client_num for config in configs)):
-        warm_up()
+    if engine is None:
+        # Nodes of a federation have their own rows, and the server may need none.
+        fetch_missing(configs[0].dataset.name, arguments.data_dir, console, quiet=arguments.quiet)
+    engine = cli.start_engine(arguments, engine, max(config.clients.client_num for config in configs))
 
     from fedlightning import tables
     from fedlightning.config import to_yaml
@@ -77,7 +81,7 @@ def _run(arguments: argparse.Namespace) -> None:
     from fedlightning.jobs.run import run_clients, test_figures
     from fedlightning.jobs.workspace import Workspace
 
-    workspace = Workspace(arguments.root, arguments.data_dir, arguments.tracking_uri, arguments.accelerator)
+    workspace = Workspace(arguments.root, arguments.data_dir, arguments.tracking_uri, arguments.accelerator, engine)
     told = 0.0
     for name, config in zip(names, configs, strict=True):
         display = Display(console, task_of(config.dataset).metric, quiet=arguments.quiet)

@@ -308,6 +308,12 @@ class Forest:
         """Memory of the arrays in bytes."""
         return sum(ensemble.nbytes for ensemble in self.ensembles)
 
+    def prefix(self, n_estimators: int) -> "Forest":
+        """Return the forest of each ensemble's first boosting rounds; all of them are this forest itself."""
+        if n_estimators == self.trees:
+            return self
+        return Forest(tuple(ensemble.prefix(n_estimators) for ensemble in self.ensembles))
+
     def tree_outputs(self, x: NDArray[np.float32], *, threads: int = 1) -> NDArray[np.float32]:
         """Return what every tree of every client says about every row, shape ``(rows, outputs, K*T)``."""
         outputs = np.empty((len(x), self.outputs, len(self.ensembles) * self.trees), dtype=np.float32)

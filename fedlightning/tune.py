@@ -3,12 +3,14 @@
 import argparse
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from fedlightning import cli
 
 if TYPE_CHECKING:
     from fedlightning.config import StudyConfig
+    from fedlightning.federation.engines import Engine
 
 DESCRIPTION = """\
 Search a study's space, trial by trial, on federated validation loss; then refit the best trial on all
@@ -44,19 +46,25 @@ def build_parser() -> argparse.ArgumentParser:
     return command
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit status."""
+def main(argv: Sequence[str] | None = None, *, engine: "Engine | None" = None) -> int:
+    """Run the command, in the given engine's federation if there is one, and return its exit status."""
     return cli.run(
-        _tune,
+        partial(_tune, engine=engine),
         build_parser(),
         argv,
         when_stopped="finished trials are stored, and the same command goes on from there",
     )
 
 
-def _tune(arguments: argparse.Namespace) -> None:
+def _tune(arguments: argparse.Namespace, engine: "Engine | None" = None) -> None:
     from fedlightning.config import effectless, explicit_keys, load_study, override_study, study_name
 
+    if arguments.jobs > 1 and (engine is not None or arguments.engine != "local"):
+        raise ValueError(
+            f"--jobs is {arguments.jobs}, but only engine local opens a federation per job: Ray starts once in a "
+            "process and takes all its cores, and a SuperLink's nodes serve one run at a time; leave --jobs out, "
+            "or start the same command several times"
+        )
     given = [
         f"{key}={value}" for key in ("trials", "timeout", "seed") if (value := getattr(arguments, key)) is not None
     ]
@@ -76,13 +84,10 @@ def _tune(arguments: argparse.Namespace) -> None:
 
     from fedlightning.downloads import fetch_missing
 
-    fetch_missing(study.dataset.name, arguments.data_dir, console, quiet=arguments.quiet)
-
-    from fedlightning.federation.engines import client_processes
-    from fedlightning.federation.local_grid import warm_up
-
-    if client_processes(study.client_num, arguments.jobs):
-        warm_up()
+    if engine is None:
+        # Nodes of a federation have their own rows, and the server may need none.
+        fetch_missing(study.dataset.name, arguments.data_dir, console, quiet=arguments.quiet)
+    engine = cli.start_engine(arguments, engine, study.client_num, arguments.jobs)
 
     from fedlightning import tables
     from fedlightning.config import flatten
@@ -92,7 +97,7 @@ def _tune(arguments: argparse.Namespace) -> None:
     from fedlightning.jobs.study import tune_study
     from fedlightning.jobs.workspace import Workspace
 
-    workspace = Workspace(arguments.root, arguments.data_dir, arguments.tracking_uri, arguments.accelerator)
+    workspace = Workspace(arguments.root, arguments.data_dir, arguments.tracking_uri, arguments.accelerator, engine)
     display = Display(console, task_of(study.dataset).metric, quiet=arguments.quiet)
     try:
         result = tune_study(

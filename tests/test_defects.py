@@ -23,11 +23,12 @@ from numpy.typing import NDArray
 from tiny_runs import fit_once, open_federation, tiny_config
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from fedlightning import datasets, experiment
+from fedlightning import datasets, experiment, training, trees
 from fedlightning.config import RunConfig
 from fedlightning.datasets.table import Table
 from fedlightning.experiment import FederatedFit, compare_with_centralized, fit_federated, union_of_shards
 from fedlightning.federation import client_app, shard
+from fedlightning.federation.client import Client
 from fedlightning.federation.exchange import ClientError
 from fedlightning.federation.memory import Memory
 from fedlightning.federation.strategy import weighted_mean
@@ -69,7 +70,7 @@ def outcome(fit: FederatedFit) -> list[Any]:
 
 def test_trees_are_grown_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run of several rounds fits each client's trees once, and a second run of the same settings not at all."""
-    grown = count_calls(monkeypatch, client_app, "grow_ensemble")
+    grown = count_calls(monkeypatch, trees, "grow_ensemble")
     config = tiny_config(client_num=3, num_rounds=4)
     with open_federation(config) as grid:
         first = fit_federated(grid, config)
@@ -83,14 +84,15 @@ def test_trees_are_grown_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_network_sees_the_same_features_in_every_round(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the trees say of a client's rows does not move between rounds, nor does the order of the rows."""
     given_to_fit = []
-    original = client_app.fit
+    original = training.fit
 
     def watch(network: Any, outputs: torch.Tensor, targets: torch.Tensor, **options: Any) -> Any:
         given_to_fit.append((outputs.clone(), targets.clone()))
         return original(network, outputs, targets, **options)
 
-    monkeypatch.setattr(client_app, "fit", watch)
-    fit_once(tiny_config(client_num=2, num_rounds=3))
+    monkeypatch.setattr(training, "fit", watch)
+    # 11 batches of 16 visit all of the 170 and 171 training rows.
+    fit_once(tiny_config(client_num=2, num_rounds=3, num_iterations=11))
     assert len(given_to_fit) == 6
     for client in range(2):
         first, *others = given_to_fit[client::2]
@@ -120,19 +122,12 @@ def test_every_fit_takes_exactly_num_iterations_steps(num_iterations: int) -> No
 @pytest.mark.parametrize("dataset", ["breast_cancer", "wine", "diabetes"])
 def test_tree_outputs_leave_the_intercept_out(dataset: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the network learns from are leaf values: the intercept plus their sum is XGBoost's margin, once."""
-    seen = count_calls(monkeypatch, client_app, "fit")
-    config = tiny_config(dataset, client_num=2, num_rounds=1)
+    seen = count_calls(monkeypatch, training, "fit")
+    config = tiny_config(dataset, client_num=2, num_rounds=1, num_iterations=11)
     fit = fit_once(config)
     forest, scaling = fit.model.forest, fit.model.scaling
     shards = [
-        shard.load_shard(
-            shard.ShardKey(dataset, 0.75, 2023, "", partition, 2),
-            task=fit.model.task.name,
-            val_ratio=0.2,
-            seed=0,
-            memory=Memory(0),
-        )
-        for partition in range(2)
+        shard.load_shard(shard.Silo(partition, 2), experiment.rows_request(config), Memory(0)) for partition in range(2)
     ]
     assert dataset == "wine" or abs(forest.intercept) > 0.1
     for client, ((_, outputs, *_), _) in enumerate(seen):
@@ -245,8 +240,8 @@ def test_a_perfect_prediction_has_no_error(name: str) -> None:
 
 def test_every_slot_holds_its_own_clients_trees(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slot k is the ensemble that client k grew, on every client and from the first round on."""
-    grown = count_calls(monkeypatch, client_app, "grow_ensemble")
-    planted = count_calls(monkeypatch, client_app, "_forest")
+    grown = count_calls(monkeypatch, trees, "grow_ensemble")
+    planted = count_calls(monkeypatch, Client, "_forest")
     fit = fit_once(tiny_config(client_num=4, num_rounds=2))
     own = [ensemble.digest for _, ensemble in grown]
     assert len(set(own)) == 4
@@ -412,12 +407,12 @@ print(compare_with_centralized(fit_once(config), config).test.network.examples)
 
 @pytest.mark.slow
 def test_a_run_works_from_any_directory_and_leaves_nothing_there(tmp_path: Path) -> None:
-    """From an empty directory and with an empty home, a run finds its data and writes no file."""
+    """From an empty directory and with an empty home, a run finds its data and writes nothing but its cache."""
     empty, home = tmp_path / "empty", tmp_path / "home"
     empty.mkdir()
     home.mkdir()
     path = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
-    hidden = {"FEDLIGHTNING_DATA_DIR", "XDG_CACHE_HOME"}
+    hidden = {"FEDLIGHTNING_CACHE_DIR", "FEDLIGHTNING_DATA_DIR", "XDG_CACHE_HOME"}
     environment = {key: value for key, value in os.environ.items() if key not in hidden}
     environment |= {"HOME": str(home), "PYTHONPATH": path}
     done = subprocess.run(
@@ -426,3 +421,4 @@ def test_a_run_works_from_any_directory_and_leaves_nothing_there(tmp_path: Path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["12211"]
     assert list(empty.iterdir()) == []
+    assert [path.relative_to(home).as_posix() for path in home.glob("*/*")] == [".cache/fedlightning"]

@@ -1,7 +1,7 @@
 """Tests of one run as a whole: which round is chosen, and whether every competitor's scores are what they claim."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -28,9 +28,11 @@ from fedlightning.experiment import (
     union_of_shards,
 )
 from fedlightning.federation import client_app, records
+from fedlightning.federation.exchange import Traffic
 from fedlightning.federation.memory import Memory
 from fedlightning.federation.rounds import RoundReport
-from fedlightning.federation.shard import ShardKey, load_shard
+from fedlightning.federation.shard import Silo, load_shard
+from fedlightning.model import network_arrays
 from fedlightning.partition import hold_out
 from fedlightning.seeds import derive_seed
 from fedlightning.tasks import Scores, find_task
@@ -92,7 +94,7 @@ def test_the_best_round_has_the_least_validation_loss(jumpy: Jumpy) -> None:
     assert len(jumpy.seen) == len(jumpy.fit.reports) == 12
     assert jumpy.fit.best.number == jumpy.best
     assert jumpy.fit.best.validation == jumpy.seen[jumpy.best - 1].validation
-    for name, array in records.network_arrays(jumpy.fit.model.network).items():
+    for name, array in network_arrays(jumpy.fit.model.network).items():
         np.testing.assert_array_equal(array, jumpy.seen[jumpy.best - 1].network[name])
         assert (array != jumpy.seen[-1].network[name]).any()
 
@@ -197,6 +199,44 @@ def test_traffic_adds_up(jumpy: Jumpy) -> None:
     assert fit.preparation.down > fit.preparation.up
 
 
+def test_a_later_fit_on_the_same_federation_sends_only_its_rounds() -> None:
+    """With one memory a fit with fewer trees grows and plants nothing, and is that of a federation of its own."""
+    longer, shorter = tiny_config(n_estimators=6), tiny_config(n_estimators=4)
+    memory = Memory(2**30)
+    with open_federation(longer) as grid:
+        first = fit_federated(grid, longer, memory=memory)
+        later = fit_federated(grid, shorter, memory=memory)
+    fresh = fit_once(shorter)
+    assert (first.fits, later.fits) == (3, 0)
+    assert first.sent_before == first.preparation
+    assert first.traffic_sent == first.traffic
+    assert later.sent_before == Traffic()
+    assert later.preparation == fresh.preparation == fresh.sent_before
+    assert (later.traffic, later.traffic_to_best) == (fresh.traffic, fresh.traffic_to_best)
+    rounds = Traffic(sum(r.bytes_up for r in later.reports), sum(r.bytes_down for r in later.reports))
+    assert later.traffic_sent == rounds
+    assert [replace(report, seconds=0.0) for report in later.reports] == [
+        replace(report, seconds=0.0) for report in fresh.reports
+    ]
+    assert (later.best.number, later.validation) == (fresh.best.number, fresh.validation)
+    assert later.model.forest.digest == fresh.model.forest.digest
+    for name, array in network_arrays(fresh.model.network).items():
+        np.testing.assert_array_equal(network_arrays(later.model.network)[name], array)
+
+
+def test_trees_for_later_fits_are_no_part_of_this_one() -> None:
+    """What is grown along for others is sent, but neither used nor counted as this training's."""
+    config = tiny_config(n_estimators=4)
+    with open_federation(config) as grid:
+        fit = fit_federated(grid, config, grow_at_least=8)
+    fresh = fit_once(config)
+    assert fit.model.forest.digest == fresh.model.forest.digest
+    assert fit.validation == fresh.validation
+    assert fit.traffic == fresh.traffic
+    assert fit.traffic_sent.up > fit.traffic.up
+    assert fit.traffic_sent.down > fit.traffic.down
+
+
 def test_a_single_client_is_a_federation_too() -> None:
     """With one client the forest is its own ensemble, and mean-margin and local-only are the same."""
     config = tiny_config(client_num=1)
@@ -248,11 +288,8 @@ class Oracle:
         np.random.RandomState(2023).shuffle(order)
         self.test = table.take(order[int(len(table) * 0.75) :])
         clients = config.clients.client_num
-        keys = [ShardKey(config.dataset.name, 0.75, 2023, "", client, clients) for client in range(clients)]
-        self.shards = [
-            load_shard(key, task=self.task, val_ratio=config.val_ratio, seed=config.seed, memory=Memory(2**30))
-            for key in keys
-        ]
+        rows = records.RowsRequest(config.dataset.name, self.task, 0.75, 2023, config.val_ratio, config.seed)
+        self.shards = [load_shard(Silo(client, clients), rows, Memory(2**30)) for client in range(clients)]
         self.train = together([shard.train for shard in self.shards])
         self.validation = together([shard.validation for shard in self.shards])
         self.std = float(self.train.y.std())

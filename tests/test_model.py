@@ -1,6 +1,5 @@
 """Tests for the combiner network: it is the plain convolution that it stands for, and can be the mean of ensembles."""
 
-import lightning
 import numpy as np
 import pytest
 import torch
@@ -9,8 +8,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fedlightning.datasets import load_table
-from fedlightning.model import ADAM_BETAS, CHANNELS, TreeCNN, TreeCNNModule, initial_network
-from fedlightning.tasks import TASKS, Scaling, TargetStatistics
+from fedlightning.model import CHANNELS, TreeCNN, initial_network
+from fedlightning.tasks import TASKS, TargetStatistics
 from fedlightning.trees import Forest, ensemble_margins, grow_ensemble
 
 SHAPES = [(1, 1, 1), (1, 7, 1), (5, 3, 1), (2, 1, 4), (3, 6, 3)]
@@ -189,21 +188,3 @@ def test_the_linear_layer_is_initialised_for_its_relu() -> None:
     bound = (6 / 640) ** 0.5
     assert 0.98 * bound < weight.abs().max() <= bound
     assert weight.mean().abs() < 0.1 * bound
-
-
-def test_the_optimizer_is_the_papers() -> None:
-    """Adam with betas 0.5 and 0.999 over all parameters."""
-    module = TreeCNNModule(TreeCNN(2, 3), task=TASKS["binary"], scaling=Scaling(), lr=0.02)
-    optimizer = module.configure_optimizers()
-    assert isinstance(optimizer, torch.optim.Adam)
-    assert (optimizer.defaults["betas"], optimizer.defaults["lr"]) == ((0.5, 0.999), 0.02)
-    assert ADAM_BETAS == (0.5, 0.999)
-    assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(p) for p in module.network.parameters()]
-
-
-def test_a_clients_training_is_not_checkpointed() -> None:
-    """The network belongs to the federation; a Trainer's checkpoint of it is refused."""
-    module = TreeCNNModule(TreeCNN(1, 1), task=TASKS["binary"], scaling=Scaling(), lr=0.02)
-    assert isinstance(module, lightning.LightningModule)
-    with pytest.raises(RuntimeError, match="a client's training is not checkpointed"):
-        module.on_save_checkpoint({})

@@ -58,6 +58,11 @@ def test_every_requirement_is_pinned_in_its_range() -> None:
         assert requirement.specifier.contains(versions[name]), f"{versions[name]} is not {requirement}"
 
 
+def test_the_version_is_the_same_everywhere() -> None:
+    """Flower reads the version in pyproject.toml, programs the package's own: they are one."""
+    assert project()["version"] == fedlightning.__version__
+
+
 def test_every_requirement_has_a_floor() -> None:
     """A resolver is told the oldest version that can work; type stubs follow their library."""
     bare = [requirement.name for requirement in requirements() if ">=" not in str(requirement.specifier)]

@@ -17,10 +17,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from fedlightning import training
-from fedlightning.model import TreeCNN, initial_network
+from fedlightning import model, training
+from fedlightning.model import TreeCNN, evaluate, initial_network, one_thread
 from fedlightning.tasks import TASKS, Scaling, Tally
-from fedlightning.training import CHUNK, IterationLoader, evaluate, fit, one_thread
+from fedlightning.training import ADAM_BETAS, CHUNK, IterationLoader, TreeCNNModule, batch_order, fit
 
 CLIENTS, TREES = 3, 4
 SCALING = Scaling(mean=2.5, std=0.5)
@@ -70,10 +70,8 @@ def train(
         targets,
         task=TASKS[name],
         scaling=scaling_of(name),
-        num_iterations=num_iterations,
-        batch_size=batch_size,
+        order=batch_order(rows, num_iterations, batch_size, seed=seed),
         lr=0.01,
-        seed=seed,
         accelerator=accelerator,
     )
 
@@ -103,7 +101,8 @@ def served_rows(loader: IterationLoader) -> list[list[int]]:
 def numbered_loader(rows: int, num_iterations: int, batch_size: int, seed: int = 0) -> IterationLoader:
     """Return a loader whose targets and tree outputs are the row numbers."""
     numbers = torch.arange(rows, dtype=torch.float64)
-    return IterationLoader(numbers.float().view(rows, 1, 1), numbers, num_iterations, batch_size, seed)
+    order = batch_order(rows, num_iterations, batch_size, seed=seed)
+    return IterationLoader(numbers.float().view(rows, 1, 1), numbers, order)
 
 
 @settings(deadline=None, max_examples=150)
@@ -226,7 +225,8 @@ def test_fit_equals_a_plain_pytorch_loop(name: str) -> None:
     """Chunks, manual optimization and the matrix product change nothing: same weights, same training tally."""
     tree_outputs, targets = problem(name, 70, dtype=torch.float64)
     iterations, batch_size, lr = CHUNK + 7, 16, 0.01
-    loader = IterationLoader(tree_outputs, targets, iterations, batch_size, seed=4)
+    order = batch_order(70, iterations, batch_size, seed=4)
+    loader = IterationLoader(tree_outputs, targets, order)
     batches = [batch for chunk in loader for batch in zip(*chunk, strict=True)]
     network = network_of(name).double()
     plain, losses, metric = plain_loop(name, network, batches, lr)
@@ -237,10 +237,8 @@ def test_fit_equals_a_plain_pytorch_loop(name: str) -> None:
         targets,
         task=TASKS[name],
         scaling=scaling_of(name),
-        num_iterations=iterations,
-        batch_size=batch_size,
+        order=order,
         lr=lr,
-        seed=4,
     )
     for key, expected in plain.state_dict().items():
         torch.testing.assert_close(network.state_dict()[key], expected, rtol=1e-8, atol=1e-12)
@@ -337,7 +335,7 @@ def test_evaluation_in_blocks_is_that_of_all_rows(name: str, monkeypatch: pytest
         assert not output.requires_grad
 
     network.register_forward_hook(watch)
-    monkeypatch.setattr(training, "EVALUATION_ROWS", 16)
+    monkeypatch.setattr(model, "EVALUATION_ROWS", 16)
     found = evaluate(network, tree_outputs, targets, task=task, scaling=scaling)
     assert sizes == [16, 16, 16, 2]
     assert found.examples == 50
@@ -360,7 +358,7 @@ import logging, signal, sys, threading
 import torch
 from fedlightning.model import initial_network
 from fedlightning.tasks import TASKS, Scaling
-from fedlightning.training import fit
+from fedlightning.training import batch_order, fit
 
 torch.set_num_threads(2)
 levels = {name: logging.getLogger(name).level for name in ("lightning", "lightning.pytorch", "lightning.fabric")}
@@ -368,7 +366,7 @@ handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signa
 gradients = torch.is_grad_enabled()
 for _ in range(2):
     fit(initial_network(2, 3, channels=4, seed=0), torch.randn(30, 1, 6), torch.ones(30, dtype=torch.float64),
-        task=TASKS["binary"], scaling=Scaling(), num_iterations=60, batch_size=8, lr=0.01, seed=0)
+        task=TASKS["binary"], scaling=Scaling(), order=batch_order(30, 60, 8, seed=0), lr=0.01)
 assert torch.get_num_threads() == 2
 assert {name: logging.getLogger(name).level for name in levels} == levels
 assert {number: signal.getsignal(number) for number in handlers} == handlers
@@ -473,3 +471,21 @@ def test_the_network_comes_back_to_the_cpu() -> None:
     assert {parameter.device.type for parameter in network.parameters()} == {"cpu"}
     assert all(parameter.isfinite().all() for parameter in network.parameters())
     assert not same(network, network_of("binary"))
+
+
+def test_the_optimizer_is_the_papers() -> None:
+    """Adam with betas 0.5 and 0.999 over all parameters."""
+    module = TreeCNNModule(TreeCNN(2, 3), task=TASKS["binary"], scaling=Scaling(), lr=0.02)
+    optimizer = module.configure_optimizers()
+    assert isinstance(optimizer, torch.optim.Adam)
+    assert (optimizer.defaults["betas"], optimizer.defaults["lr"]) == ((0.5, 0.999), 0.02)
+    assert ADAM_BETAS == (0.5, 0.999)
+    assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(p) for p in module.network.parameters()]
+
+
+def test_a_clients_training_is_not_checkpointed() -> None:
+    """The network belongs to the federation; a Trainer's checkpoint of it is refused."""
+    module = TreeCNNModule(TreeCNN(1, 1), task=TASKS["binary"], scaling=Scaling(), lr=0.02)
+    assert isinstance(module, lightning.LightningModule)
+    with pytest.raises(RuntimeError, match="a client's training is not checkpointed"):
+        module.on_save_checkpoint({})

@@ -1,11 +1,13 @@
 """Runs that are quick to do: a small data set, few trees, few iterations."""
 
 from collections.abc import Sequence
+from uuid import uuid4
 
 from fedlightning.config import ClientsConfig, CnnConfig, DatasetConfig, RunConfig, XgbConfig
 from fedlightning.experiment import FederatedFit, Observer, fit_federated
+from fedlightning.federation.cache import trees_folder
 from fedlightning.federation.local_grid import LocalGrid
-from fedlightning.federation.shard import run_config
+from fedlightning.federation.shard import CACHE_DIR
 
 
 def tiny_config(
@@ -40,12 +42,8 @@ def tiny_config(
 
 
 def open_federation(config: RunConfig) -> LocalGrid:
-    """Return a federation in this process with the configuration's rows and clients."""
-    dataset = config.dataset
-    run = run_config(
-        dataset=dataset.name, train_ratio=dataset.train_ratio, split_seed=dataset.split_seed, data_dir=None
-    )
-    return LocalGrid(run, config.clients.client_num)
+    """Return a federation in this process with the configuration's clients, which has no trees yet."""
+    return LocalGrid(config.clients.client_num, node_config={CACHE_DIR: str(trees_folder() / uuid4().hex)})
 
 
 def fit_once(config: RunConfig, observers: Sequence[Observer] = ()) -> FederatedFit:

@@ -8,15 +8,15 @@ from fedlightning.datasets.catalogue import CATALOGUE, DataFile, DatasetEntry, f
 from fedlightning.datasets.content import DamagedFileError
 from fedlightning.datasets.fetch import (
     FileVerdict,
-    Progress,
     download_file,
     fetch_dataset,
     verify_dataset,
     way_out,
 )
 from fedlightning.datasets.locate import DatasetSources, FileSource, list_datasets, locate_dataset
-from fedlightning.datasets.readers import read_file, read_sklearn
+from fedlightning.datasets.readers import read_file, read_own_file, read_sklearn
 from fedlightning.datasets.table import Table
+from fedlightning.datasets.transfer import Progress
 
 __all__ = [
     "CATALOGUE",
@@ -30,6 +30,7 @@ __all__ = [
     "fetch_dataset",
     "find_dataset",
     "list_datasets",
+    "load_own_file",
     "load_table",
     "locate_dataset",
     "verify_dataset",
@@ -51,6 +52,16 @@ def load_table(name: str, *, data_dir: Path | None = None, progress: Progress | 
     table = Table(x=np.concatenate(x), y=np.concatenate(y))
     assert table.x.shape == (entry.rows, entry.features)
     return table
+
+
+def load_own_file(path: Path, like: str) -> Table:
+    """Return the rows of a LIBSVM file (plain, .xz, .bz2 or .gz) of the same columns and labels as a data set.
+
+    Raises:
+        ValueError: The file is not in LIBSVM format, or has other columns or labels; the text names the file.
+        OSError: The file cannot be read.
+    """
+    return read_own_file(path, find_dataset(like))
 
 
 def _load_file(source: FileSource, entry: DatasetEntry, progress: Progress | None) -> Table:

@@ -1,24 +1,26 @@
 """Download data files so that a file is either whole and verified or not there."""
 
-import http.client
+import codecs
+import logging
 import os
-import urllib.error
-import urllib.request
-import uuid
-from collections.abc import Callable
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+
+from filelock import FileLock, Timeout
 
 from fedlightning.datasets.catalogue import DataFile, DatasetEntry, find_dataset
 from fedlightning.datasets.content import Content, DamagedFileError, expected_digest, record_path
 from fedlightning.datasets.locate import FileSource, cache_dir, file_url, locate_dataset
 from fedlightning.datasets.readers import read_file
+from fedlightning.datasets.transfer import Progress, TransferError, transfer
 
-Progress = Callable[[str, int, int | None], None]
-"""Called as `progress(name, done_bytes, total_bytes)`; the total is None if the server does not tell it."""
+_PAGES = frozenset({"text/html", "application/xhtml+xml"})
 
-_CHUNK = 1 << 18
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -80,39 +82,25 @@ def download_file(
 ) -> Path:
     """Download one file into the cache, verify it and only then give it its name there.
 
-    A failure leaves the cache as it was. A file without a published digest is parsed once to count its
-    rows and features, and its sha256 is recorded beside it and required of every later copy.
+    A failure leaves the cache as it was. While another process downloads the same file, this one waits
+    and uses what comes, or takes over from a process that died. A file without a published digest is
+    parsed once to count its rows and features, and its sha256 is recorded beside it and required of
+    every later copy.
     """
     url = file_url(file, base_url)
-    folder = cache_dir()
-    stored_name = url.rsplit("/", 1)[-1]
-    # The ending stays last: it tells how to decompress.
-    part = folder / f".{uuid.uuid4().hex}.part.{stored_name}"
-    manual = (
-        f"nothing was kept; try again, or put {file.name} (plain, .xz, .bz2 or .gz) into {folder} "
-        "or into a data folder (FEDLIGHTNING_DATA_DIR)"
-    )
-    folder.mkdir(parents=True, exist_ok=True)
+    path = cache_dir() / url.rsplit("/", 1)[-1]
     try:
-        try:
-            _download(url, part, name=file.name, progress=progress, timeout=timeout)
-        except urllib.error.HTTPError as error:
-            error.close()
-            raise OSError(f"{file.name}: {url} answered {error.code} {error.reason}; {manual}") from error
-        except (OSError, http.client.HTTPException) as error:
-            reason = getattr(error, "reason", None) or str(error) or type(error).__name__
-            raise OSError(f"{file.name}: fetching {url} failed ({reason}); {manual}") from error
-        try:
-            sha256 = _check(part, file, entry, folder)
-        except ValueError as error:
-            raise DamagedFileError(f"{error}; it came from {url}; {manual}") from error
-        path = folder / stored_name
-        if sha256 is None:
-            os.replace(part, path)
-        else:
-            _install_with_record(part, path, record_path(folder, file), f"{sha256}  {file.name}\n")
-    finally:
-        part.unlink(missing_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with _only_download(file.name, path.parent):
+            if not (path.is_file() and _verify(FileSource(file, "cache", path, url), entry).ok):
+                _download(url, path, file, entry, progress=progress, timeout=timeout)
+    except TransferError:
+        raise
+    except OSError as error:
+        raise OSError(
+            f"{file.name}: cannot be written to {path} ({error.strerror or error}); nothing was kept; "
+            "make room there or allow writing, or set FEDLIGHTNING_CACHE_DIR to another folder"
+        ) from error
     return path
 
 
@@ -123,24 +111,68 @@ def way_out(source: FileSource) -> str:
     return f"replace or remove {source.path}, it is your own and was left as it is"
 
 
-def _download(url: str, part: Path, *, name: str, progress: Progress | None, timeout: float) -> None:
-    request = urllib.request.Request(url, headers={"User-Agent": "fedlightning"})
-    with urllib.request.urlopen(request, timeout=timeout) as response, part.open("xb") as target:
-        length = response.headers.get("Content-Length")
-        total = int(length) if length and length.isdecimal() else None
-        done = 0
-        if progress is not None:
-            progress(name, done, total)
-        while chunk := response.read(_CHUNK):
-            target.write(chunk)
-            done += len(chunk)
-            if progress is not None:
-                progress(name, done, total)
-        # http.client takes a connection that closes early for the end of the body.
-        if total is not None and done != total:
-            raise OSError(f"{done} of {total} bytes arrived")
-        target.flush()
-        os.fsync(target.fileno())
+@contextmanager
+def _only_download(name: str, folder: Path) -> Iterator[None]:
+    """Hold the lock under which a file is downloaded; the system releases it if this process dies."""
+    # The empty lock file stays: if it were removed, the next process could lock another one of its name.
+    lock = FileLock(folder / f".{name}.lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        logger.warning("%s: another process is downloading it to %s; waiting for that one", name, folder)
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _download(
+    url: str, path: Path, file: DataFile, entry: DatasetEntry, *, progress: Progress | None, timeout: float
+) -> None:
+    # Always the same name, so that what a killed process left is written over.
+    part = _part(path)
+    manual = (
+        f"nothing was kept; try again, or put {file.name} (plain, .xz, .bz2 or .gz) into {path.parent} "
+        "or into a data folder (FEDLIGHTNING_DATA_DIR)"
+    )
+    try:
+        try:
+            answer = transfer(url, part, name=file.name, progress=progress, timeout=timeout)
+        except TransferError as error:
+            raise TransferError(f"{file.name}: {error}; {manual}", may_pass=error.may_pass) from error
+        came = f"from {url}" if answer.url == url else f"from {url}, which led to {answer.url}"
+        try:
+            sha256 = _check(part, file, entry, path.parent)
+        except ValueError as error:
+            if answer.content_type in _PAGES or _is_markup(part):
+                raise DamagedFileError(
+                    f"{file.name}: a web page came instead of the file, {came}; "
+                    f"a proxy or a sign-in page may be in the way, open that address in a browser; {manual}"
+                ) from error
+            raise DamagedFileError(f"{error}; it came {came}; {manual}") from error
+        if sha256 is None:
+            os.replace(part, path)
+        else:
+            _install_with_record(part, path, record_path(path.parent, file), f"{sha256}  {file.name}\n")
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _part(path: Path) -> Path:
+    """Return the name of a file that is not complete yet."""
+    # The ending stays last: it tells how to decompress.
+    return path.with_name(f".part.{path.name}")
+
+
+def _is_markup(path: Path) -> bool:
+    """Return whether a file begins as HTML and XML do; some proxies send a page packed and unasked."""
+    with path.open("rb") as stream:
+        head = stream.read(1024)
+    if head.startswith(b"\x1f\x8b"):
+        with suppress(zlib.error):
+            head = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16).decompress(head)
+    return head.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"<")
 
 
 def _check(path: Path, file: DataFile, entry: DatasetEntry, folder: Path) -> str | None:
@@ -155,7 +187,7 @@ def _check(path: Path, file: DataFile, entry: DatasetEntry, folder: Path) -> str
 
 def _install_with_record(part: Path, path: Path, record: Path, text: str) -> None:
     """Give a file its name together with the record of its sha256: both, or on a failure neither."""
-    draft = record.with_name(f".{uuid.uuid4().hex}.part.{record.name}")
+    draft = _part(record)
     try:
         draft.write_text(text, encoding="ascii")
         os.replace(draft, record)

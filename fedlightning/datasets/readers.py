@@ -27,10 +27,22 @@ def read_file(path: Path, file: DataFile, entry: DatasetEntry) -> Table:
     check_width(sparse, name=file.name, features=entry.features, exactly=digest is None)
     if len(labels) != file.rows:
         raise DamagedFileError(f"{file.name}: {len(labels)} rows, expected {file.rows}")
+    return _dense(sparse, labels, name=file.name, entry=entry)
+
+
+def read_own_file(path: Path, entry: DatasetEntry) -> Table:
+    """Read somebody's own file of the same columns and labels as a catalogue entry, with any number of rows."""
+    with Content(path, name=str(path), digest=None) as content:
+        sparse, labels = parse_libsvm(content)
+    check_width(sparse, name=str(path), features=entry.features, exactly=False)
+    return _dense(sparse, labels, name=str(path), entry=entry)
+
+
+def _dense(sparse: Any, labels: NDArray[np.float64], *, name: str, entry: DatasetEntry) -> Table:
     x = np.zeros((len(labels), entry.features), dtype=np.float32)
     sparse.resize(x.shape)
     sparse.toarray(out=x)
-    return Table(x=x, y=class_indices(labels, name=file.name, entry=entry))
+    return Table(x=x, y=class_indices(labels, name=name, entry=entry))
 
 
 def parse_libsvm(content: Content) -> tuple[Any, NDArray[np.float64]]:

@@ -57,7 +57,9 @@ def exchange(
             raise ClientError(f"{names(node)} did not answer {action!r}{within}")
         _check_error(reply, names)
         ordered.append(reply)
-    return ordered, Traffic(up=count_bytes(ordered), down=count_bytes(messages))
+    return ordered, Traffic(
+        up=count_bytes(reply.content for reply in ordered), down=count_bytes(message.content for message in messages)
+    )
 
 
 def read_reply(reply: Message, read: Callable[[RecordDict], T], *, names: Callable[[int], str]) -> T:

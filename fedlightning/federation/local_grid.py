@@ -22,7 +22,7 @@ from flwr.serverapp import Grid
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
-from fedlightning.federation.records import NUM_PARTITIONS, PARTITION_ID
+from fedlightning.federation.shard import NUM_PARTITIONS, PARTITION_ID
 
 CLIENT_APP = "fedlightning.federation.client_app:app"
 _RUN_ID = 1
@@ -31,12 +31,21 @@ _FIRST_NODE = 2
 _CLIENT_RAISED = 2
 """Flower's error code of a ClientApp that raised."""
 
+_PRELOADED = (
+    CLIENT_APP.partition(":")[0],
+    "fedlightning.federation.client",
+    "fedlightning.federation.outputs",
+    "fedlightning.federation.tree_store",
+    "fedlightning.training",
+)
+"""What a client imports while it answers; processes that are forked have it already."""
+
 _processes = multiprocessing.get_context("forkserver")
 
 
 def warm_up() -> None:
     """Begin to import what client processes need, in the background, while this process imports its own."""
-    _processes.set_forkserver_preload([CLIENT_APP.partition(":")[0]])
+    _processes.set_forkserver_preload(list(_PRELOADED))
     # Ctrl-C reaches the whole terminal, and would end the imports with a traceback of their own; what is blocked
     # here stays blocked there.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -53,25 +62,25 @@ class LocalGrid(Grid):
     results do not depend on the number of processes.
 
     Args:
-        run_config: What every client reads as its run's configuration.
         client_num: Clients, each a node of its own.
         processes: Child processes to share the clients between; 0 calls them in this process.
+        node_config: What every node's configuration has beside its partition.
         client_app: ``module:attribute`` of the ClientApp.
     """
 
     def __init__(
         self,
-        run_config: Mapping[str, str | float],
         client_num: int,
         *,
         processes: int = 0,
+        node_config: Mapping[str, str] | None = None,
         client_app: str = CLIENT_APP,
     ) -> None:
         self._run = Run.create_empty(_RUN_ID)
         self._ids = itertools.count(1)
         self._replies: dict[str, Message] = {}
         _set_identity(_SERVER_NODE)
-        contexts = [_context(partition, client_num, run_config) for partition in range(client_num)]
+        contexts = [_context(partition, client_num, node_config or {}) for partition in range(client_num)]
         self._nodes = [context.node_id for context in contexts]
         self._workers: list[_InlineWorker | _ProcessWorker]
         if processes:
@@ -287,13 +296,13 @@ def _load(client_app: str) -> ClientApp:
     return app
 
 
-def _context(partition: int, partitions: int, run_config: Mapping[str, str | float]) -> Context:
+def _context(partition: int, partitions: int, node_config: Mapping[str, str]) -> Context:
     return Context(
         run_id=_RUN_ID,
         node_id=_FIRST_NODE + partition,
-        node_config={PARTITION_ID: partition, NUM_PARTITIONS: partitions},
+        node_config={**node_config, PARTITION_ID: partition, NUM_PARTITIONS: partitions},
         state=RecordDict(),
-        run_config=dict(run_config),
+        run_config={},
     )
 
 

@@ -57,4 +57,9 @@ class Memory:
 
 def default_capacity() -> int:
     """Return this process's part of a quarter of the machine's memory, in bytes, with a client process per core."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4 // (os.cpu_count() or 1)
+    return machine_memory() // 4 // (os.cpu_count() or 1)
+
+
+def machine_memory() -> int:
+    """Return the machine's memory in bytes."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,18 +1,17 @@
 """The only spelling of record keys: domain objects to Flower records and back."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Self, TypeVar, cast
 
 import numpy as np
-import torch
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from numpy.typing import NDArray
 
 from fedlightning.tasks import Tally, TargetStatistics
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Raised when a message changes its meaning; both sides must agree."""
 
 DESCRIBE = "query.describe"
@@ -21,10 +20,6 @@ PLANT = "query.plant"
 TRAIN = "train"
 COMPARE = "evaluate.compare"
 EVALUATE = "evaluate"
-
-PARTITION_ID = "partition-id"
-"""Key of a node's configuration: which shard it holds, from 0."""
-NUM_PARTITIONS = "num-partitions"
 
 _REQUEST = "request"
 _REPLY = "reply"
@@ -75,6 +70,16 @@ class _Record:
         return cls(**values)
 
 
+def content(*parts: _Record, network: ArrayRecord | None = None) -> RecordDict:
+    """Return the content of a message: each part's record, and the network's arrays if there is one."""
+    merged = RecordDict()
+    for part in parts:
+        merged.update(part.to_content())
+    if network is not None:
+        merged[NETWORK] = network
+    return merged
+
+
 def _find(records: Mapping[str, R], name: str) -> R:
     record = records.get(name)
     if record is None:
@@ -91,13 +96,26 @@ class _Reply(_Record):
 
 
 @dataclass(frozen=True)
+class RowsRequest(_Record):
+    """Which rows of its own a client is to use, and how they are cut; part of every request."""
+
+    _name = "rows"
+
+    dataset: str
+    task: str
+    train_ratio: float
+    split_seed: int
+    """Of the test rows and the shards."""
+    val_ratio: float
+    seed: int
+    """Of the run: the validation rows, the trees, the batches."""
+
+
+@dataclass(frozen=True)
 class DescribeRequest(_Record):
     """Ask how many rows a client holds, and what the global prior and scaling need."""
 
     protocol: int
-    task: str
-    val_ratio: float
-    seed: int
 
 
 @dataclass(frozen=True)
@@ -107,6 +125,8 @@ class Description(_Reply):
     partition: int
     train_rows: int
     validation_rows: int
+    test_rows: int
+    """0 where the test rows lie with the server."""
     features: int
     classes: int
     target_sum: float
@@ -122,15 +142,12 @@ class Description(_Reply):
 class GrowRequest(_Record):
     """Ask for an ensemble of ``n_estimators`` boosting rounds."""
 
-    task: str
     classes: int
     n_estimators: int
     base_score: float
     intercept: float
     xgb_keys: list[str]
     xgb_values: list[float]
-    val_ratio: float
-    seed: int
 
     @property
     def xgb_params(self) -> dict[str, float | int]:
@@ -195,12 +212,13 @@ def is_lost(content: RecordDict) -> bool:
 
 @dataclass(frozen=True)
 class TrainRequest(_Record):
-    """Everything but the network itself that a client needs to train or evaluate it."""
+    """Everything but rows and network that a client needs to train or evaluate."""
 
-    task: str
     digest: str
-    val_ratio: float
-    seed: int
+    n_estimators: int
+    """Trees to use of each ensemble of the forest, from its first on."""
+    part: str
+    """Rows to evaluate: ``validation`` or ``test``."""
     scaling_mean: float
     scaling_std: float
     round: int
@@ -209,13 +227,6 @@ class TrainRequest(_Record):
     batch_size: int
     lr: float
     accelerator: str
-
-
-def with_network(request: TrainRequest, network: ArrayRecord) -> RecordDict:
-    """Return the content of a train or evaluate message."""
-    content = request.to_content()
-    content[NETWORK] = network
-    return content
 
 
 def tally_record(partition: int, tally: Tally) -> MetricRecord:
@@ -335,21 +346,9 @@ def _read_array(name: str, array: Array) -> NDArray[Any]:
         raise ValueError(f"{name} is not an array: {type(error).__name__}: {error}") from error
 
 
-def network_arrays(network: torch.nn.Module) -> dict[str, NDArray[np.float32]]:
-    """Return a copy of a network's parameters by name."""
-    return {name: value.detach().cpu().numpy().copy() for name, value in network.state_dict().items()}
-
-
-def load_arrays(network: torch.nn.Module, arrays: Arrays) -> None:
-    """Set a network's parameters by name."""
-    network.load_state_dict({name: torch.from_numpy(np.array(array)) for name, array in arrays.items()})
-
-
-def count_bytes(messages: Sequence[Message]) -> int:
-    """Return the size of all records in the messages, keys included, numbers as 8 bytes."""
-    return sum(
-        _record_bytes(record) for message in messages if message.has_content() for record in message.content.values()
-    )
+def count_bytes(contents: Iterable[RecordDict]) -> int:
+    """Return the size of all records, keys included, numbers as 8 bytes."""
+    return sum(_record_bytes(record) for content in contents for record in content.values())
 
 
 def _record_bytes(record: ArrayRecord | ConfigRecord | MetricRecord) -> int:

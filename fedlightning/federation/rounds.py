@@ -48,7 +48,7 @@ def rounds(grid: Grid, strategy: FedXgbLlr, num_rounds: int) -> Iterator[RoundRe
         assert trained is not None
         arrays = averaged
         validation = None
-        if strategy.val_ratio:
+        if strategy.rows.val_ratio:
             replies, more = strategy.exchange_round(grid, strategy.configure_evaluate(number, arrays, nothing, grid))
             evaluated = strategy.aggregate_evaluate(number, replies)
             assert evaluated is not None

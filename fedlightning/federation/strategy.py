@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -13,9 +14,10 @@ from numpy.typing import NDArray
 
 from fedlightning.federation import records
 from fedlightning.federation.exchange import ClientError, Traffic, exchange, read_reply
-from fedlightning.model import TreeCNN, initial_network
+from fedlightning.federation.memory import Memory, default_capacity
+from fedlightning.model import TreeCNN, initial_network, network_arrays, network_shapes
 from fedlightning.seeds import derive_seed
-from fedlightning.tasks import Scaling, Scores, Tally, Task, add_statistics, add_tallies
+from fedlightning.tasks import Scaling, Scores, Tally, add_statistics, add_tallies, find_task
 from fedlightning.trees import Ensemble, Forest
 
 logger = logging.getLogger(__name__)
@@ -31,6 +33,8 @@ class TreeSettings:
     n_estimators: int
     max_depth: int
     xgb_params: Mapping[str, float | int]
+    grow_at_least: int = 1
+    """Trees that other runs on this federation will want of the same settings; they are grown along with these."""
 
 
 @dataclass(frozen=True)
@@ -51,87 +55,143 @@ class FedXgbLlr(Strategy):
     order; the same seed gives the same result to the bit.
 
     Args:
-        task: Kind of target.
+        rows: Which rows the clients use.
         client_num: Clients that must take part; all of them.
         trees: How to grow the ensembles.
         network: How to train the network.
-        val_ratio: Share of each client's rows that it keeps for validation.
-        seed: The run's seed.
+        memory: What earlier runs on the same federation left: trees that clients hold are not sent again.
+        timeout: Seconds to wait for the slowest client in each exchange.
     """
 
     def __init__(
         self,
         *,
-        task: Task,
+        rows: records.RowsRequest,
         client_num: int,
         trees: TreeSettings,
         network: NetworkSettings,
-        val_ratio: float,
-        seed: int,
+        memory: Memory | None = None,
         timeout: float | None = None,
     ) -> None:
-        self.task = task
+        self.rows = rows
+        self.task = find_task(rows.task)
         self.client_num = client_num
         self.trees = trees
         self.network = network
-        self.val_ratio = val_ratio
-        self.seed = seed
         self.timeout = timeout
         self.descriptions: tuple[records.Description, ...] = ()
         self.scaling = Scaling()
         self.traffic = Traffic()
+        """Really sent, outside of the rounds."""
         self.fits = 0
         self.forest: Forest | None = None
+        """The trees that this run uses; clients may hold more of the same."""
+        self._memory = Memory(default_capacity()) if memory is None else memory
+        self._planted: Forest | None = None
+        self._described = Traffic()
         self._nodes: tuple[int, ...] = ()
         self._shapes: dict[str, tuple[int, ...]] = {}
 
     # -- before the rounds ------------------------------------------------------------------------------------------
 
     def prepare(self, grid: Grid) -> Forest:
-        """Describe, grow and plant: everything that happens once per run.
+        """Describe, grow and plant, as far as no earlier run did: everything that happens once per run.
 
         Raises:
             ClientError: A client is missing, fails, or sends an ensemble that is not what was asked for.
         """
-        self._describe(grid)
-        self.forest = self._collect(grid)
-        self._plant(grid, range(self.client_num), complete=False)
-        shapes = TreeCNN(self.client_num, self.forest.trees, self.forest.outputs, self.network.channels).state_dict()
-        self._shapes = {name: tuple(value.shape) for name, value in shapes.items()}
+        nodes = tuple(sorted(grid.get_node_ids()))
+        if len(nodes) != self.client_num:
+            raise ClientError(
+                f"the federation has {len(nodes)} nodes, the configuration says client_num {self.client_num}"
+            )
+        described = ("described", nodes, self.rows)
+        earlier: tuple[tuple[records.Description, ...], tuple[int, ...], Traffic] | None = self._memory.get(described)
+        if earlier is None:
+            self._describe(grid, nodes)
+            self._described = self.traffic
+            self._memory.keep(described, (self.descriptions, self._nodes, self._described), nbytes=len(nodes) * 200)
+        else:
+            self.descriptions, self._nodes, self._described = earlier
+        self._scale()
+        # In whatever order the parameters are given, they are the same trees.
+        planted = ("planted", nodes, self.rows, self.trees.max_depth, tuple(sorted(self.trees.xgb_params.items())))
+        self._planted = self._memory.get(planted)
+        if self._planted is None or self._planted.trees < self.trees.n_estimators:
+            self._planted = self._collect(grid, max(self.trees.n_estimators, self.trees.grow_at_least))
+            self._plant(grid, self._partitions, complete=False)
+            self._memory.keep(planted, self._planted, self._planted.nbytes)
+        self.forest = self._planted.prefix(self.trees.n_estimators)
+        self._shapes = network_shapes(
+            TreeCNN(self.client_num, self.forest.trees, self.forest.outputs, self.network.channels)
+        )
         return self.forest
+
+    def preparation(self) -> Traffic:
+        """Return what preparing this run sends in a federation that has not seen its trees before."""
+        forest = self._own_forest()
+
+        def count() -> Traffic:
+            packed = [ensemble.to_bytes() for ensemble in forest.ensembles]
+            replies = [
+                records.Grown(partition, description.train_rows, True, data).to_content()
+                for partition, (description, data) in enumerate(zip(self.descriptions, packed, strict=True))
+            ]
+            replies += [records.Planted(partition, forest.digest).to_content() for partition in self._partitions]
+            requests = [self._grow_content(forest.trees)] * self.client_num
+            requests += [self._plant_content(forest, packed, partition) for partition in self._partitions]
+            return Traffic(up=records.count_bytes(replies), down=records.count_bytes(requests))
+
+        # The same trees may be asked for with more words.
+        key = ("preparation", self.rows, forest.digest, tuple(self.trees.xgb_params))
+        return self._described + self._memory.recall(key, count, lambda _: 100)
 
     def initial_arrays(self) -> ArrayRecord:
         """Return the freshly initialised global network."""
-        forest = self._planted_forest()
+        forest = self._own_forest()
         network = initial_network(
             self.client_num,
             forest.trees,
             outputs=forest.outputs,
             channels=self.network.channels,
-            seed=derive_seed(self.seed, "network"),
+            seed=derive_seed(self.rows.seed, "network"),
         )
-        return records.to_array_record(records.network_arrays(network))
+        return records.to_array_record(network_arrays(network))
 
     def read_network(self, arrays: ArrayRecord) -> dict[str, NDArray[np.float32]]:
         """Return the checked arrays of a network of this run."""
         return records.read_arrays(arrays, self._shapes)
 
-    def compare(self, grid: Grid) -> tuple[Scores, tuple[Scores, ...]]:
-        """Return the federated validation scores of the mean margin, and each client's own."""
-        request = self._train_request(0).to_content()
-        replies = self._exchange(grid, [(partition, request) for partition in self._partitions], records.COMPARE)
-        answers = self._read_all(replies, records.read_compare_reply)
-        mean_margin = add_tallies(tally for _, tally, _ in answers).scores()
-        return mean_margin, tuple(own.scores() for _, _, own in answers)
+    @property
+    def clients_hold_test_rows(self) -> bool:
+        """Whether the clients keep the test rows themselves; else they lie with the server."""
+        return any(description.test_rows for description in self.descriptions)
 
-    def _describe(self, grid: Grid) -> None:
-        nodes = sorted(grid.get_node_ids())
-        if len(nodes) != self.client_num:
-            raise ClientError(
-                f"the federation has {len(nodes)} nodes, the configuration says client_num {self.client_num}"
-            )
-        request = records.DescribeRequest(records.PROTOCOL, self.task.name, float(self.val_ratio), self.seed)
-        messages = [Message(request.to_content(), node, records.DESCRIBE, group_id="0") for node in nodes]
+    def compare(self, grid: Grid, part: str = "validation") -> tuple[Scores, tuple[Scores, ...]]:
+        """Return the scores of the mean margin over all clients' rows of a part, and each client's own on its own."""
+
+        def ask() -> tuple[Scores, tuple[Scores, ...]]:
+            request = records.content(self.rows, self._train_request(0, part))
+            replies = self._exchange(grid, [(partition, request) for partition in self._partitions], records.COMPARE)
+            answers = self._read_all(replies, records.read_compare_reply)
+            self._check_counts([(partition, tally) for partition, tally, _ in answers], self._rows_of(part))
+            mean_margin = add_tallies(tally for _, tally, _ in answers).scores()
+            return mean_margin, tuple(own.scores() for _, _, own in answers)
+
+        key = ("compare", part, self.rows, self._nodes, self._own_forest().digest)
+        return self._memory.recall(key, ask, lambda _: self.client_num * 100)
+
+    def test(self, grid: Grid, network: Mapping[str, NDArray[np.float32]]) -> Scores:
+        """Return the scores of a network over the test rows that the clients hold."""
+        content = records.content(self.rows, self._train_request(0, "test"), network=records.to_array_record(network))
+        replies = self._exchange(grid, [(partition, content) for partition in self._partitions], records.EVALUATE)
+        answers = self._read_all(replies, records.read_evaluate_reply)
+        self._check_counts(answers, self._rows_of("test"))
+        return add_tallies(tally for _, tally in answers).scores()
+
+    def _describe(self, grid: Grid, nodes: Sequence[int]) -> None:
+        request = records.content(self.rows, records.DescribeRequest(records.PROTOCOL))
+        messages = [Message(request, node, records.DESCRIBE, group_id="0") for node in nodes]
         replies, traffic = exchange(grid, messages, names=self._name, timeout=self.timeout)
         self.traffic += traffic
         described = sorted(
@@ -150,39 +210,46 @@ class FedXgbLlr(Strategy):
             if len(set(found)) > 1:
                 raise ClientError(f"clients differ in {name}: {dict(enumerate(found))}")
         for description in self.descriptions:
-            if description.train_rows < 1 or (self.val_ratio and description.validation_rows < 1):
+            if description.train_rows < 1 or (self.rows.val_ratio and description.validation_rows < 1):
                 raise ClientError(
                     f"client {description.partition} has {description.train_rows} training and "
                     f"{description.validation_rows} validation rows; it needs at least one of each"
                 )
 
-    def _collect(self, grid: Grid) -> Forest:
+        holding = [description.partition for description in self.descriptions if description.test_rows]
+        if 0 < len(holding) < self.client_num:
+            raise ClientError(
+                f"only the clients {holding} hold test rows of their own; give every node its data-file, or none"
+            )
+
+    def _scale(self) -> None:
         statistics = add_statistics([description.statistics for description in self.descriptions])
-        base_score = self.task.base_score(statistics)
-        intercept = float(self.task.intercept(base_score))
+        self._base_score = float(self.task.base_score(statistics))
+        self._intercept = float(self.task.intercept(self._base_score))
         self.scaling = self.task.scaling(statistics)
-        first = self.descriptions[0]
+
+    def _grow_content(self, n_estimators: int) -> RecordDict:
         keys, values = records.GrowRequest.split_params(self.trees.xgb_params)
         request = records.GrowRequest(
-            task=self.task.name,
-            classes=first.classes,
-            n_estimators=self.trees.n_estimators,
-            base_score=float(base_score),
-            intercept=intercept,
+            classes=self.descriptions[0].classes,
+            n_estimators=n_estimators,
+            base_score=self._base_score,
+            intercept=self._intercept,
             xgb_keys=keys,
             xgb_values=values,
-            val_ratio=float(self.val_ratio),
-            seed=self.seed,
         )
-        content = request.to_content()
+        return records.content(self.rows, request)
+
+    def _collect(self, grid: Grid, n_estimators: int) -> Forest:
+        content = self._grow_content(n_estimators)
         replies = self._exchange(grid, [(partition, content) for partition in self._partitions], records.GROW)
         ensembles: dict[int, Ensemble] = {}
         for reply in replies:
             grown = self._read(reply, records.Grown.from_content)
             self._check_sender(reply, grown.partition)
-            ensemble = self._read(reply, self._read_ensemble)
+            ensemble = self._read(reply, partial(self._read_ensemble, n_estimators=n_estimators))
             # The server says where all margins start; what a client writes there is not believed.
-            ensembles[grown.partition] = replace(ensemble, intercept=intercept)
+            ensembles[grown.partition] = replace(ensemble, intercept=self._intercept)
             self.fits += grown.fitted
         split_free = [partition for partition in self._partitions if not ensembles[partition].splits]
         if split_free:
@@ -197,21 +264,15 @@ class FedXgbLlr(Strategy):
         """Send each client the ensembles it lacks; ``complete`` sends its own as well."""
         forest = self._planted_forest()
         packed = [ensemble.to_bytes() for ensemble in forest.ensembles]
-        messages = []
-        for partition in partitions:
-            sent = [other for other in self._partitions if complete or other != partition]
-            request = records.PlantRequest(
-                digest=forest.digest,
-                own_digest=forest.ensembles[partition].digest,
-                client_num=self.client_num,
-                features=forest.ensembles[0].features,
-                outputs=forest.outputs,
-                n_estimators=forest.trees,
-                max_depth=self.trees.max_depth,
-                partitions=sent,
-                ensembles=[packed[other] for other in sent],
+        messages = [
+            Message(
+                self._plant_content(forest, packed, partition, complete=complete),
+                self._nodes[partition],
+                records.PLANT,
+                group_id="0",
             )
-            messages.append(Message(request.to_content(), self._nodes[partition], records.PLANT, group_id="0"))
+            for partition in partitions
+        ]
         replies, traffic = exchange(grid, messages, names=self._name, timeout=self.timeout)
         self.traffic += traffic
         lost = [self._partition(reply) for reply in replies if _lost_forest(reply)]
@@ -226,6 +287,23 @@ class FedXgbLlr(Strategy):
         if lost:
             self._plant(grid, lost, complete=True)
 
+    def _plant_content(
+        self, forest: Forest, packed: Sequence[bytes], partition: int, *, complete: bool = False
+    ) -> RecordDict:
+        sent = [other for other in self._partitions if complete or other != partition]
+        request = records.PlantRequest(
+            digest=forest.digest,
+            own_digest=forest.ensembles[partition].digest,
+            client_num=self.client_num,
+            features=forest.ensembles[0].features,
+            outputs=forest.outputs,
+            n_estimators=forest.trees,
+            max_depth=self.trees.max_depth,
+            partitions=sent,
+            ensembles=[packed[other] for other in sent],
+        )
+        return records.content(self.rows, request)
+
     # -- in the rounds ----------------------------------------------------------------------------------------------
 
     def configure_train(
@@ -238,7 +316,7 @@ class FedXgbLlr(Strategy):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Send the averaged network to every client; to none if nobody keeps rows for validation."""
-        return self._network_messages(server_round, arrays, records.EVALUATE) if self.val_ratio else []
+        return self._network_messages(server_round, arrays, records.EVALUATE) if self.rows.val_ratio else []
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -253,9 +331,10 @@ class FedXgbLlr(Strategy):
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """Pool the clients' tallies into the exact scores over all validation rows."""
-        if not self.val_ratio:
+        if not self.rows.val_ratio:
             return None
         answers = self._read_all(replies, records.read_evaluate_reply)
+        self._check_counts(answers, self._rows_of("validation"))
         return _scores_record(add_tallies(tally for _, tally in answers).scores())
 
     def summary(self) -> None:
@@ -302,16 +381,19 @@ class FedXgbLlr(Strategy):
     def _partitions(self) -> range:
         return range(self.client_num)
 
-    def _planted_forest(self) -> Forest:
+    def _own_forest(self) -> Forest:
         assert self.forest is not None, "prepare() comes first"
         return self.forest
 
-    def _train_request(self, server_round: int) -> records.TrainRequest:
+    def _planted_forest(self) -> Forest:
+        assert self._planted is not None, "prepare() comes first"
+        return self._planted
+
+    def _train_request(self, server_round: int, part: str = "validation") -> records.TrainRequest:
         return records.TrainRequest(
-            task=self.task.name,
             digest=self._planted_forest().digest,
-            val_ratio=float(self.val_ratio),
-            seed=self.seed,
+            n_estimators=self.trees.n_estimators,
+            part=part,
             scaling_mean=self.scaling.mean,
             scaling_std=self.scaling.std,
             round=server_round,
@@ -323,7 +405,7 @@ class FedXgbLlr(Strategy):
         )
 
     def _network_messages(self, server_round: int, arrays: ArrayRecord, action: str) -> list[Message]:
-        content = records.with_network(self._train_request(server_round), arrays)
+        content = records.content(self.rows, self._train_request(server_round), network=arrays)
         return [Message(content, node, action, group_id=str(server_round)) for node in self._nodes]
 
     def _exchange(self, grid: Grid, contents: Sequence[tuple[int, RecordDict]], action: str) -> list[Message]:
@@ -341,13 +423,13 @@ class FedXgbLlr(Strategy):
     def _read(self, reply: Message, read: Callable[[RecordDict], T]) -> T:
         return read_reply(reply, read, names=self._name)
 
-    def _read_ensemble(self, content: RecordDict) -> Ensemble:
+    def _read_ensemble(self, content: RecordDict, n_estimators: int) -> Ensemble:
         first = self.descriptions[0]
         return Ensemble.from_bytes(
             records.Grown.from_content(content).ensemble,
             features=first.features,
             outputs=self.task.outputs(first.classes),
-            n_estimators=self.trees.n_estimators,
+            n_estimators=n_estimators,
             max_depth=self.trees.max_depth,
         )
 
@@ -366,6 +448,15 @@ class FedXgbLlr(Strategy):
         if missing:
             raise ClientError(f"{', '.join(f'client {partition}' for partition in missing)} did not answer")
         return [answers[partition] for partition in self._partitions]
+
+    def _rows_of(self, part: str) -> list[int]:
+        return [d.test_rows if part == "test" else d.validation_rows for d in self.descriptions]
+
+    def _check_counts(self, answers: Sequence[tuple[int, Tally]], rows: Sequence[int]) -> None:
+        # Whoever counts more rows than it described would weigh more than it should.
+        for (partition, tally), expected in zip(answers, rows, strict=True):
+            if tally.examples != expected:
+                raise ClientError(f"client {partition} evaluated {tally.examples} rows, but described {expected}")
 
     def _check_sender(self, reply: Message, partition: int) -> None:
         # Who names another's partition would fill that one's slot.

@@ -7,7 +7,8 @@ from fedlightning.config import CentralizedRunConfig, Scalar, flatten
 from fedlightning.config.documents import dump
 from fedlightning.config.keys import nested
 from fedlightning.experiment import CentralizedResult, run_centralized
-from fedlightning.jobs.workspace import Workspace, cores, describe_data
+from fedlightning.federation.engines import cores
+from fedlightning.jobs.workspace import Workspace, describe_data
 
 logger = logging.getLogger(__name__)
 

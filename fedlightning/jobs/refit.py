@@ -8,6 +8,7 @@ from flwr.serverapp import Grid
 
 from fedlightning.config import RunConfig
 from fedlightning.experiment import Comparison, RunResult, compare_with_centralized, fit_federated, task_of
+from fedlightning.federation.engines import cores
 from fedlightning.federation.rounds import RoundReport
 from fedlightning.jobs.nested import NestedRuns
 from fedlightning.jobs.run import (
@@ -18,7 +19,6 @@ from fedlightning.jobs.run import (
     run_tags,
 )
 from fedlightning.jobs.watchers import RunWatcher
-from fedlightning.jobs.workspace import cores
 from fedlightning.search import StudySearch
 
 REFIT = "refit"
@@ -80,7 +80,7 @@ def refit_winner(
     config = config.model_copy(update={"val_ratio": 0.0})
     num_rounds = config.clients.num_rounds
     watcher.phase(f"refitting trial {trial} on all training rows, rounds: {num_rounds}")
-    tags = run_tags(config) | {"trial": str(trial)}
+    tags = run_tags(config, engine=runs.workspace.engine.name) | {"trial": str(trial)}
 
     def observe(report: RoundReport) -> None:
         tracked.log_round(report, metric=metric)

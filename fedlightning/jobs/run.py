@@ -14,10 +14,10 @@ from fedlightning.experiment import (
     fit_federated,
     task_of,
 )
-from fedlightning.federation.engines import run_in_federation
+from fedlightning.federation.engines import cores
 from fedlightning.federation.rounds import RoundReport
 from fedlightning.jobs.watchers import RunWatcher
-from fedlightning.jobs.workspace import Workspace, cores, describe_data
+from fedlightning.jobs.workspace import Workspace, describe_data
 from fedlightning.tasks import Scores
 from fedlightning.tracking import TrackedRun
 
@@ -45,7 +45,7 @@ def run_clients(workspace: Workspace, config: RunConfig, name: str, watcher: Run
         name,
         kind="run",
         params=flatten(config),
-        tags=run_tags(config),
+        tags=run_tags(config, engine=workspace.engine.name),
         data=describe_data(config.dataset),
     )
     with tracked:
@@ -59,18 +59,17 @@ def run_clients(workspace: Workspace, config: RunConfig, name: str, watcher: Run
 
 
 def train_and_compare(workspace: Workspace, config: RunConfig, tracked: TrackedRun, watcher: RunWatcher) -> RunResult:
-    """Fit on a federation of this machine, then compare on the test rows."""
-    settings = workspace.federation(config.dataset, config.clients.client_num)
+    """Fit on a federation, then compare on the test rows."""
 
     def observe(report: RoundReport) -> None:
         tracked.log_round(report, metric=metric)
         watcher.round_done(report, config.clients.num_rounds)
 
     metric = task_of(config.dataset).metric
-    watcher.phase("growing the trees")
-    fit = run_in_federation(
-        partial(fit_federated, config=config, observers=[observe], accelerator=workspace.accelerator),
-        settings,
+    watcher.phase(f"opening the federation (engine {workspace.engine.name}) and growing the trees")
+    fit = workspace.federate(
+        partial(fit_federated, config=config, observers=[observe], accelerator=workspace.accelerator, test=True),
+        config.clients.client_num,
     )
     watcher.phase("comparing on the test rows")
     return compare_with_centralized(fit, config, data_dir=workspace.data_dir, threads=cores())
@@ -94,6 +93,8 @@ def log_traffic(tracked: TrackedRun, fit: FederatedFit) -> None:
             "total_bytes_down": fit.traffic.down,
             "best_bytes_up": fit.traffic_to_best.up,
             "best_bytes_down": fit.traffic_to_best.down,
+            "sent_bytes_up": fit.traffic_sent.up,
+            "sent_bytes_down": fit.traffic_sent.down,
             "fits": fit.fits,
         }
     )
@@ -106,7 +107,7 @@ def log_tables(tracked: TrackedRun, metric: str, *, validation: Comparison | Non
     tracked.log_text(tables.as_csv(rows, metric), "comparison.csv")
 
 
-def run_tags(config: RunConfig, *, engine: str = "local") -> dict[str, str]:
+def run_tags(config: RunConfig, *, engine: str) -> dict[str, str]:
     """Return the tags by which runs are found."""
     return {
         "dataset": config.dataset.name,

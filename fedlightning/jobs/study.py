@@ -21,14 +21,14 @@ from fedlightning.config import (
     widen,
 )
 from fedlightning.experiment import Comparison, centralized_rival, task_of
-from fedlightning.federation.engines import run_in_federation
+from fedlightning.federation.engines import cores
 from fedlightning.jobs.exports import MARK, best_clients, export_path, provenance, write_clients
 from fedlightning.jobs.nested import NestedRuns, close_stale_runs
 from fedlightning.jobs.refit import REFIT, Refit, refit_of, refit_winner
 from fedlightning.jobs.run import comparison_from_dict, log_tables
 from fedlightning.jobs.trial import BEST_ROUND, ROUNDS, RUN_ID, VALIDATION, evaluate_proposal, trial_config
 from fedlightning.jobs.watchers import StudyWatcher
-from fedlightning.jobs.workspace import Workspace, cores, describe_data
+from fedlightning.jobs.workspace import Workspace, describe_data
 from fedlightning.owners import Owner
 from fedlightning.search import Counts, Proposal, StudySearch, TrialSummary, open_storage, owners_folder
 from fedlightning.tracking import TrackedRun
@@ -110,10 +110,10 @@ def _search_and_refit(search: StudySearch, runs: NestedRuns, watcher: StudyWatch
     counts = search.counts()
     missing = config.trials - counts.finished
     refit = partial(_refit_if_needed, search=search, runs=runs, watcher=watcher)
-    federation = workspace.federation(config.dataset, config.client_num)
+    federate = partial(workspace.federate, client_num=config.client_num)
     if missing <= 0:
         watcher.phase(f"study {search.name} already has its {config.trials} trials")
-        return refit_of(search) or run_in_federation(refit, federation)
+        return refit_of(search) or federate(refit)
     deadline = None if config.timeout is None else time.monotonic() + config.timeout
 
     def work(grid: Grid, worker: int = 0) -> None:
@@ -139,11 +139,10 @@ def _search_and_refit(search: StudySearch, runs: NestedRuns, watcher: StudyWatch
     watcher.search_begins(counts, config.trials, config.timeout)
     jobs = min(jobs, missing)
     if jobs == 1:
-        return run_in_federation(work_and_refit, federation)
-    shared = workspace.federation(config.dataset, config.client_num, jobs=jobs)
-    _side_by_side(jobs, search, lambda worker: run_in_federation(partial(work, worker=worker), shared))
+        return federate(work_and_refit)
+    _side_by_side(jobs, search, lambda worker: federate(partial(work, worker=worker), jobs=jobs))
     end_search()
-    return run_in_federation(refit, federation)
+    return federate(refit)
 
 
 def _side_by_side(jobs: int, search: StudySearch, work: Callable[[int], None]) -> None:

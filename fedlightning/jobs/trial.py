@@ -53,7 +53,7 @@ def evaluate_proposal(
         proposal.report(objective_value(best.validation, config.objective, task), report.number)
 
     watcher.trial_begins(proposal.number, proposal.clients)
-    tags = run_tags(config) | {"trial": str(proposal.number)}
+    tags = run_tags(config, engine=runs.workspace.engine.name) | {"trial": str(proposal.number)}
     with runs.start(f"trial {proposal.number}", "trial", config=config, tags=tags) as tracked:
         proposal.note(RUN_ID, tracked.run_id)
         try:

@@ -1,15 +1,20 @@
 """Where a job reads its rows and leaves what it found."""
 
 import hashlib
-import os
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import TypeVar
+
+from flwr.serverapp import Grid
 
 from fedlightning.config import DatasetConfig
 from fedlightning.datasets.catalogue import find_dataset
-from fedlightning.federation.engines import FederationSettings, client_processes
+from fedlightning.federation.engines import Engine, FederationSettings, LocalEngine, client_processes
 from fedlightning.tracking import DataDescription, TrackingStore
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -20,27 +25,19 @@ class Workspace:
     data_dir: Path | None = None
     tracking_uri: str | None = None
     accelerator: str = "cpu"
+    engine: Engine = field(default_factory=LocalEngine)
 
     @cached_property
     def store(self) -> TrackingStore:
         """The tracking store, opened at first use."""
         return TrackingStore.open(self.root, self.tracking_uri)
 
-    def federation(self, dataset: DatasetConfig, client_num: int, *, jobs: int = 1) -> FederationSettings:
-        """Return a federation on this machine whose clients share this worker's part of the cores."""
-        return FederationSettings(
-            dataset=dataset.name,
-            train_ratio=dataset.train_ratio,
-            split_seed=dataset.split_seed,
-            client_num=client_num,
-            data_dir=self.data_dir,
-            processes=client_processes(client_num, jobs),
+    def federate(self, function: Callable[[Grid], T], client_num: int, *, jobs: int = 1) -> T:
+        """Call a function inside a federation whose clients share this worker's part of the cores."""
+        settings = FederationSettings(
+            client_num=client_num, processes=client_processes(client_num, jobs), data_dir=self.data_dir
         )
-
-
-def cores() -> int:
-    """Return how many processors this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return self.engine.run(function, settings)
 
 
 def describe_data(dataset: DatasetConfig) -> DataDescription:

@@ -33,11 +33,14 @@ class Finished:
 
 
 def command_environment(changes: Mapping[str, str | None] | None = None) -> dict[str, str]:
-    """Return this process's environment without what would change a command's behaviour; None removes a variable."""
+    """Return this process's environment without what would change a command's behaviour; None removes a variable.
+
+    The test's own cache folder stays.
+    """
     environment = {
         name: value
         for name, value in os.environ.items()
-        if not name.startswith(("FEDLIGHTNING_", "MLFLOW_", "OPTUNA_"))
+        if name == "FEDLIGHTNING_CACHE_DIR" or not name.startswith(("FEDLIGHTNING_", "MLFLOW_", "OPTUNA_"))
     }
     for name, value in (changes or {}).items():
         if value is None:

@@ -1,5 +1,8 @@
 """Data files from the command line: what there is, what is missing, and what is damaged."""
 
+import bz2
+import dataclasses
+import hashlib
 import io
 import lzma
 import shutil
@@ -9,13 +12,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
-from run_command import Finished
+from run_command import Finished, one_core
 
-from fedlightning.datasets import CATALOGUE, list_datasets, locate
+from fedlightning.datasets import CATALOGUE, catalogue, list_datasets, load_table, locate
 from fedlightning.downloads import DownloadDisplay, fetch_missing
 
 Call = Callable[..., Finished]
@@ -68,6 +72,13 @@ def cache(call: Call, tmp_path: Path) -> Path:
     return tmp_path / "cache"
 
 
+def visible(folder: Path) -> set[str]:
+    """Return the names of the files in a folder that a user sees; the empty locks of downloads are hidden."""
+    hidden = {path.name for path in folder.iterdir() if path.name.startswith(".")}
+    assert all(name.endswith(".lock") for name in hidden)
+    return {path.name for path in folder.iterdir()} - hidden
+
+
 def test_the_list_has_every_data_set(call: Call) -> None:
     """A line each: task, size, and where the files come from or which are missing."""
     done = call("data", "list")
@@ -118,7 +129,7 @@ def test_fetch_downloads_and_verifies(call: Call, cache: Path, served_a9a: dict[
     """Files arrive whole, progress comes as plain lines, and a second fetch needs no download."""
     done = call("data", "fetch", "a9a")
     assert (done.status, done.err) == (0, "")
-    assert {path.name: path.read_bytes() for path in cache.iterdir()} == A9A
+    assert {name: (cache / name).read_bytes() for name in visible(cache)} == A9A
     lines = done.out.splitlines()
     assert lines[0] == "downloading a9a: 0 B of 2.3 MB"
     assert "downloading a9a: 2.3 MB of 2.3 MB" in lines
@@ -152,7 +163,7 @@ def test_fetch_all_goes_on_after_a_failure(call: Call, cache: Path, served_a9a: 
     assert [line["dataset"] for line in found if line["status"] == "ok"] == ["a9a", "a9a", *SKLEARN]
     assert "ERROR: cod-rna.t: " in done.err
     assert f"ERROR: 6 of 11 data sets could not be fetched: {', '.join(missing)}" in done.err
-    assert {path.name for path in cache.iterdir()} == set(A9A)
+    assert visible(cache) == set(A9A)
 
 
 def test_a_failed_fetch_leaves_nothing(call: Call, cache: Path, served_a9a: dict[str, bytes]) -> None:
@@ -167,7 +178,103 @@ def test_a_failed_fetch_leaves_nothing(call: Call, cache: Path, served_a9a: dict
     assert "answered 404" in absent.err
     for done in (damaged, absent):
         assert f"put a9a (plain, .xz, .bz2 or .gz) into {cache}" in done.err
-    assert list(cache.iterdir()) == []
+    assert visible(cache) == set()
+
+
+def libsvm(rng: np.random.Generator, rows: int, features: int, labels: list[int], blank: bytes) -> bytes:
+    """Return made-up rows as LIBSVM Data writes them; the first feature is never zero, others may be left out."""
+    lines = []
+    for row in range(rows):
+        values = np.round(rng.normal(scale=30, size=features), 5)
+        left_out = rng.random(features) < 0.1
+        cells = [f"{k + 1}:{v:g}" for k, v in enumerate(values) if row == 0 or not left_out[k]]
+        lines.append(f"{labels[row % len(labels)]} {' '.join(cells)}".encode() + blank + b"\n")
+    return b"".join(lines)
+
+
+@pytest.fixture
+def served_small(served: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
+    """Serve small files in place of cod_rna's and YearPredictionMSD's, and shrink their entries to these."""
+    rng = np.random.default_rng(7)
+    small = dict(CATALOGUE)
+    for name, labels, blank in (("cod_rna", [1, -1, -1], b" "), ("YearPredictionMSD", list(range(1990, 2008)), b"")):
+        entry, files = CATALOGUE[name], []
+        for file, rows in zip(entry.files, (300, 180), strict=True):
+            content = libsvm(rng, rows, entry.features, labels, blank)
+            served[f"/data/{file.url_path}"] = bz2.compress(content) if file.url_path.endswith(".bz2") else content
+            # A digest of the same kind as the real file's.
+            md5 = file.md5 and hashlib.md5(content).hexdigest()
+            sha256 = file.sha256 and hashlib.sha256(content).hexdigest()
+            files.append(dataclasses.replace(file, rows=rows, md5=md5, sha256=sha256))
+        small[name] = dataclasses.replace(entry, files=tuple(files), rows=480)
+    monkeypatch.setattr(catalogue, "CATALOGUE", small)
+    return served
+
+
+@pytest.mark.parametrize(
+    ("name", "stored"),
+    [
+        ("cod_rna", {"cod-rna.t", "cod-rna.r"}),
+        (
+            "YearPredictionMSD",
+            {
+                "YearPredictionMSD.bz2",
+                "YearPredictionMSD.sha256",
+                "YearPredictionMSD.t.bz2",
+                "YearPredictionMSD.t.sha256",
+            },
+        ),
+    ],
+)
+def test_the_large_data_sets_come_the_same_way(
+    call: Call, cache: Path, served_small: dict[str, bytes], name: str, stored: set[str]
+) -> None:
+    """Plain with an MD5, or packed and without a digest: fetched once, verified, loaded, and damage is found."""
+    done = call("data", "fetch", name)
+    assert (done.status, done.err) == (0, "")
+    assert visible(cache) == stored
+    served_small.clear()
+    again = call("data", "fetch", name)
+    assert (again.status, again.out.splitlines()) == (0, done.out.splitlines()[-2:])
+    assert call("data", "verify", name).out.count("as expected") == 2
+    table = load_table(name)
+    assert table.x.shape == (480, CATALOGUE[name].features)
+    assert set(table.y) == ({0, 1} if name == "cod_rna" else set(range(1990, 2008)))
+
+    damaged = next(path for path in sorted(cache.iterdir()) if path.suffix in (".t", ".bz2"))
+    content = damaged.read_bytes()
+    changed = (
+        content.replace(b"1:", b"1:1", 1) if name == "cod_rna" else bz2.compress(bz2.decompress(content) + b"1 1:1\n")
+    )
+    damaged.write_bytes(changed)
+    verified = call("data", "verify", name)
+    assert verified.status == 1
+    assert f"{'md5' if name == 'cod_rna' else 'sha256'} is " in verified.out
+
+
+@pytest.mark.parametrize("name", ["cod_rna", "YearPredictionMSD"])
+def test_a_web_page_in_place_of_a_file_is_told(
+    call: Call, cache: Path, served_small: dict[str, bytes], name: str
+) -> None:
+    """Whatever a file's digest, a proxy's page is called a web page, and the cache stays empty."""
+    for path in served_small:
+        served_small[path] = b"<html><body>Access denied</body></html>"
+    done = call("data", "fetch", name)
+    assert done.status == 2
+    assert f"ERROR: {CATALOGUE[name].files[0].name}: a web page came instead of the file, from http://" in done.err
+    assert visible(cache) == set()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["cod_rna", "YearPredictionMSD"])
+def test_a_run_downloads_what_it_needs(call: Call, cache: Path, served_small: dict[str, bytes], name: str) -> None:
+    """A run on a data set that is not there fetches it, trains on it, and leaves it for the next one."""
+    small = ["num_rounds=2", "num_iterations=3", "n_estimators_client=3"]
+    with one_core():
+        done = call("run", "--dataset", name, "--clients", "paper_2_clients", "--json", *small)
+    assert done.status == 0, done.err
+    assert [line["dataset"] for line in done.json_lines()] == [name]
+    assert {file.name for file in CATALOGUE[name].files} <= {name.removesuffix(".bz2") for name in visible(cache)}
 
 
 def test_verify_tells_good_from_damaged_and_missing(call: Call, tmp_path: Path) -> None:
@@ -233,6 +340,13 @@ def test_mistakes_are_explained(call: Call, arguments: list[str], said: str) -> 
     assert said in done.err
 
 
+def test_only_the_action_is_required(call: Call, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without any argument the action is asked for, and no name, which a list does not need."""
+    with pytest.raises(SystemExit):
+        call("data")
+    assert "required: list|fetch|verify; see " in capsys.readouterr().err
+
+
 def test_an_unknown_action_is_explained(call: Call, capsys: pytest.CaptureFixture[str]) -> None:
     """The three actions are named."""
     with pytest.raises(SystemExit) as stopped:
@@ -281,7 +395,7 @@ def test_only_what_is_missing_is_fetched(call: Call, cache: Path, served_a9a: di
     fetch_missing("wine", None, Console(file=file))
     assert not cache.exists()
     fetch_missing("a9a", None, Console(file=file))
-    assert {path.name for path in cache.iterdir()} == set(A9A)
+    assert visible(cache) == set(A9A)
     assert file.getvalue().startswith("downloading a9a: 0 B of ")
     served_a9a.clear()
     fetch_missing("a9a", None, Console(file=file))

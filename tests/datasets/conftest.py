@@ -1,12 +1,17 @@
 """A cache of its own for every test, and a real HTTP server to download from."""
 
+import socket
+import struct
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from data_server import DataServer, Reply
+from data_server import DataServer
+
+from fedlightning.datasets import transfer
 
 
 @pytest.fixture(autouse=True)
@@ -26,20 +31,32 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[DataServer]:
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            data.requests.append(self.path)
-            reply = data.replies.get(self.path, Reply(status=404))
+            reply = data.next_reply(self.path)
             if reply.stalls:
                 released.wait()
                 return
             self.send_response(reply.status)
+            for name, value in reply.headers.items():
+                self.send_header(name, value)
             if reply.tells_length:
                 self.send_header("Content-Length", str(len(reply.body) if reply.length is None else reply.length))
             self.end_headers()
-            self.wfile.write(reply.body)
+            half = len(reply.body) // 2
+            self.wfile.write(reply.body[:half])
+            while reply.hold and not (reply.hold.wait(0.01) or released.is_set()):
+                pass
+            if reply.resets:
+                self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                self.connection.close()
+                return
+            # Whoever asked may be dead by now.
+            with suppress(ConnectionError):
+                self.wfile.write(reply.body[half:])
 
         def log_message(self, format: str, *args: object) -> None:
             """Keep quiet."""
 
+    monkeypatch.setattr(transfer, "_PAUSES", (0.0, 0.0))
     # A proxy of the environment would be asked even for this machine.
     monkeypatch.setenv("no_proxy", "*")
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as httpd:

@@ -9,7 +9,7 @@ from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.supercore.task_identity import TaskIdentity
 
-from fedlightning.federation.records import PARTITION_ID
+from fedlightning.federation.shard import PARTITION_ID
 
 app = ClientApp()
 
@@ -22,7 +22,7 @@ def whoami(message: Message, context: Context) -> Message:
         "partition": int(context.node_config[PARTITION_ID]),
         "identity": TaskIdentity.node_id,
         "pid": os.getpid(),
-        "greeting": str(context.run_config.get("greeting", "")),
+        "greeting": str(context.node_config.get("greeting", "")),
     }
     return Message(RecordDict({"who": ConfigRecord(who)}), reply_to=message)
 

@@ -1,6 +1,11 @@
 """Small federations, and grids that watch, change or lose what passes through them."""
 
+import bz2
+import gzip
+import lzma
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from uuid import uuid4
 
 from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.common.serde import message_from_proto, message_to_proto
@@ -9,23 +14,39 @@ from flwr.serverapp import Grid
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
 from flwr.supercore.run import Run
+from machines import app as machines
 
 from fedlightning.datasets.catalogue import find_dataset
-from fedlightning.federation.local_grid import LocalGrid
+from fedlightning.datasets.table import Table
+from fedlightning.federation.cache import trees_folder
+from fedlightning.federation.local_grid import CLIENT_APP, LocalGrid
+from fedlightning.federation.memory import Memory
+from fedlightning.federation.records import RowsRequest, count_bytes
 from fedlightning.federation.rounds import RoundReport, rounds
-from fedlightning.federation.shard import run_config
+from fedlightning.federation.shard import CACHE_DIR
 from fedlightning.federation.strategy import FedXgbLlr, NetworkSettings, TreeSettings
-from fedlightning.tasks import find_task
 
 TREES = 4
 DEPTH = 3
 XGB = {"max_depth": DEPTH, "learning_rate": 0.3, "subsample": 0.8, "gamma": 0.0, "alpha": 0.0}
 
 
-def open_federation(dataset: str = "breast_cancer", client_num: int = 3, *, processes: int = 0) -> LocalGrid:
-    """Return a grid of this machine over a small data set."""
-    config = run_config(dataset=dataset, train_ratio=0.75, split_seed=2023, data_dir=None)
-    return LocalGrid(config, client_num, processes=processes)
+def small_rows(dataset: str = "breast_cancer", *, val_ratio: float = 0.2, seed: int = 0) -> RowsRequest:
+    """Return which rows the clients of a small federation use."""
+    return RowsRequest(dataset, find_dataset(dataset).task, 0.75, 2023, val_ratio, seed)
+
+
+def open_federation(
+    client_num: int = 3,
+    *,
+    processes: int = 0,
+    client_app: str = CLIENT_APP,
+    cache_dir: Path | None = None,
+) -> LocalGrid:
+    """Return a grid of this machine; its clients find no trees in their folder if none is given."""
+    # Told to each node: a process that is forked has the environment of the first test.
+    node_config = {CACHE_DIR: str(cache_dir or trees_folder() / uuid4().hex)}
+    return LocalGrid(client_num, processes=processes, node_config=node_config, client_app=client_app)
 
 
 def small_strategy(
@@ -35,18 +56,20 @@ def small_strategy(
     seed: int = 0,
     val_ratio: float = 0.2,
     n_estimators: int = TREES,
+    num_iterations: int = 8,
     lr: float = 0.01,
     xgb: Mapping[str, float | int] = XGB,
+    grow_at_least: int = 1,
+    memory: Memory | None = None,
     timeout: float | None = None,
 ) -> FedXgbLlr:
     """Return a strategy that is quick to run."""
     return FedXgbLlr(
-        task=find_task(find_dataset(dataset).task),
+        rows=small_rows(dataset, val_ratio=val_ratio, seed=seed),
         client_num=client_num,
-        trees=TreeSettings(n_estimators, DEPTH, xgb),
-        network=NetworkSettings(num_iterations=8, batch_size=16, lr=lr, channels=4),
-        val_ratio=val_ratio,
-        seed=seed,
+        trees=TreeSettings(n_estimators, DEPTH, xgb, grow_at_least),
+        network=NetworkSettings(num_iterations=num_iterations, batch_size=16, lr=lr, channels=4),
+        memory=memory,
         timeout=timeout,
     )
 
@@ -76,6 +99,37 @@ def through_objects(message: Message) -> Message:
     inflated = inflate_object_from_contents(message.object_id, contents)
     assert isinstance(inflated, Message)
     return inflated
+
+
+def open_machines(folder: Path, client_num: int = 3, *, stays: bool = True) -> LocalGrid:
+    """Return a grid whose clients share nothing: each has a memory and a folder ``0``, ``1``, ... of its own.
+
+    Args:
+        folder: Where the clients' folders are.
+        client_num: Clients.
+        stays: Whether a client's process goes on after a message; else its memory is empty at the next.
+    """
+    machines.stays = stays
+    for partition in range(client_num):
+        machines.nodes.setdefault(partition, {})[CACHE_DIR] = str(folder / str(partition))
+    return LocalGrid(client_num, client_app="machines:app")
+
+
+def write_libsvm(path: Path, rows: Table) -> None:
+    """Write rows as LIBSVM text, packed as the file's ending says; class 0 of two is written as -1."""
+    binary = set(rows.y) <= {0.0, 1.0}
+    lines = [
+        " ".join([f"{2 * y - 1 if binary else y:.17g}", *(f"{i}:{v:.9g}" for i, v in enumerate(x, 1) if v)])
+        for x, y in zip(rows.x, rows.y, strict=True)
+    ]
+    packers: dict[str, Callable[[bytes], bytes]] = {".xz": lzma.compress, ".bz2": bz2.compress, ".gz": gzip.compress}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(packers.get(path.suffix, bytes)(("\n".join(lines) + "\n").encode()))
+
+
+def count_messages(messages: Iterable[Message]) -> int:
+    """Return the bytes of all records of messages."""
+    return count_bytes(message.content for message in messages)
 
 
 class WatchedGrid(Grid):

@@ -4,12 +4,14 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from multiprocessing import active_children
 from pathlib import Path
+from typing import Any
 
 import pytest
 from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
@@ -17,6 +19,7 @@ from flwr.serverapp import Grid
 from flwr.supercore.run import Run
 
 from fedlightning.federation.local_grid import LocalGrid
+from fedlightning.federation.prompt_grid import PromptGrid
 
 pytestmark = pytest.mark.usefixtures("warm_processes")
 
@@ -31,10 +34,17 @@ def open_local(
     processes: int,
     client_num: int = CLIENTS,
     client_app: str = FAULTY,
-    run_config: Mapping[str, str | float] | None = None,
+    node_config: Mapping[str, str] | None = None,
 ) -> Grid:
     """Open a grid of this machine until the test ends."""
-    return stack.enter_context(LocalGrid(run_config or {}, client_num, processes=processes, client_app=client_app))
+    return stack.enter_context(
+        LocalGrid(client_num, processes=processes, node_config=node_config, client_app=client_app)
+    )
+
+
+def open_prompt(stack: ExitStack, **options: Any) -> Grid:
+    """Open a grid of this machine that is asked for replies as a SuperLink's is."""
+    return PromptGrid(open_local(stack, **options))
 
 
 INLINE = pytest.param(partial(open_local, processes=0), id="in-process")
@@ -44,16 +54,26 @@ CHILDREN = [
 ]
 
 
-@pytest.fixture(params=[INLINE, *CHILDREN])
+PROMPT = pytest.param(partial(open_prompt, processes=2), id="prompt")
+
+
+@pytest.fixture(params=[INLINE, *CHILDREN, PROMPT])
 def open_grid(request: pytest.FixtureRequest) -> Iterator[Open]:
     """Return a factory of grids, one engine after the other."""
     with ExitStack() as stack:
         yield partial(request.param, stack)
 
 
-@pytest.fixture(params=CHILDREN)
+@pytest.fixture(params=[*CHILDREN, PROMPT])
 def open_children(request: pytest.FixtureRequest) -> Iterator[Open]:
     """Return a factory of grids whose clients live in processes of their own."""
+    with ExitStack() as stack:
+        yield partial(request.param, stack)
+
+
+@pytest.fixture(params=[INLINE, *CHILDREN])
+def open_own(request: pytest.FixtureRequest) -> Iterator[Callable[..., LocalGrid]]:
+    """Return a factory of grids of this machine, which can be closed."""
     with ExitStack() as stack:
         yield partial(request.param, stack)
 
@@ -95,8 +115,8 @@ def wait_until_gone(processes: set[int]) -> None:
 
 
 def test_every_node_answers_as_its_own_partition(open_grid: Open) -> None:
-    """Each partition from 0 is one node, with the run's configuration."""
-    replies = ask(open_grid(run_config={"greeting": "good morning"}), "whoami")
+    """Each partition from 0 is one node, with what all nodes are configured with."""
+    replies = ask(open_grid(node_config={"greeting": "good morning"}), "whoami")
     assert sorted(int(str(who(reply)["partition"])) for reply in replies) == list(range(CLIENTS))
     assert all(who(reply)["node"] == reply.metadata.src_node_id for reply in replies)
     assert {who(reply)["greeting"] for reply in replies} == {"good morning"}
@@ -236,10 +256,9 @@ def test_the_run_can_be_set(open_grid: Open) -> None:
     assert grid.run is run
 
 
-def test_a_closed_grid_stays_closed(open_grid: Open) -> None:
+def test_a_closed_grid_stays_closed(open_own: Callable[..., LocalGrid]) -> None:
     """Closing a second time does nothing, and a closed grid has no nodes left to send to."""
-    grid = open_grid()
-    assert isinstance(grid, LocalGrid)
+    grid = open_own()
     node = ask(grid, "whoami")[0].metadata.src_node_id
     grid.close()
     grid.close()
@@ -298,10 +317,10 @@ def test_a_child_that_died_idle_is_started_again(open_children: Open) -> None:
     assert not before & pids(grid)
 
 
-def test_children_end_with_the_grid(open_children: Open, tmp_path: Path) -> None:
+@pytest.mark.parametrize("processes", [1, 2])
+def test_children_end_with_the_grid(processes: int, tmp_path: Path) -> None:
     """Closing ends all client processes, also one that is at work."""
-    grid = open_children()
-    assert isinstance(grid, LocalGrid)
+    grid = LocalGrid(CLIENTS, processes=processes, client_app=FAULTY)
     children = pids(grid)
     assert os.getpid() not in children
     never = RecordDict({"wait": ConfigRecord({"path": str(tmp_path / "never")})})
@@ -331,9 +350,62 @@ def test_processes_are_shared_evenly(open_children: Open) -> None:
 def test_no_more_processes_than_clients(warm_processes: None) -> None:
     """Processes beyond the number of clients are not started."""
     before = set(active_children())
-    with LocalGrid({}, 2, processes=8, client_app=FAULTY) as grid:
+    with LocalGrid(2, processes=8, client_app=FAULTY) as grid:
         assert len(pids(grid)) == 2
         assert len(set(active_children()) - before) == 2
+
+
+# -- what a grid promises that asks another one for replies ---------------------------------------------------------
+
+
+def test_nothing_is_waited_for_when_nothing_was_sent(open_grid: Open) -> None:
+    """No messages have no replies, at once."""
+    assert list(open_grid().send_and_receive([])) == []
+
+
+def test_a_stop_interrupts_who_waits_for_replies(tmp_path: Path) -> None:
+    """Once the event is set, waiting for a client that does not answer ends as Ctrl-C does."""
+    stopping = threading.Event()
+    with LocalGrid(1, processes=1, client_app=FAULTY) as local:
+        grid = PromptGrid(local, stopping)
+        assert len(ask(grid, "whoami")) == 1
+        never = RecordDict({"wait": ConfigRecord({"path": str(tmp_path / "never")})})
+        message = grid.create_message(never, "query.wait", 2, "7")
+        timer = threading.Timer(0.1, stopping.set)
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            grid.send_and_receive([message])
+        timer.join()
+        # It stays set: nobody waits any more.
+        with pytest.raises(KeyboardInterrupt):
+            grid.send_and_receive([message], timeout=60)
+
+
+class GatheringGrid(LocalGrid):
+    """A federation whose nodes connect one after the other, each time that somebody looks."""
+
+    looks = 0
+
+    def get_node_ids(self) -> list[int]:
+        """Return the nodes that are connected by now."""
+        self.looks += 1
+        return list(super().get_node_ids())[: self.looks]
+
+
+def test_nodes_are_waited_for_until_all_are_there() -> None:
+    """Waiting ends with the last node that is missing, or in time without it, or with the stopping event."""
+    with GatheringGrid(3, client_app=FAULTY) as local:
+        PromptGrid(local).wait_for_nodes(3, timeout=60)
+        assert len(local.get_node_ids()) == 3
+        looks = local.looks
+        PromptGrid(local).wait_for_nodes(2, timeout=60)
+        # Who has nobody to wait for looks, and goes on.
+        assert local.looks == looks + 2
+        PromptGrid(local).wait_for_nodes(4, timeout=0.1)
+        stopping = threading.Event()
+        stopping.set()
+        with pytest.raises(KeyboardInterrupt):
+            PromptGrid(local, stopping).wait_for_nodes(4, timeout=60)
 
 
 PARENT = """
@@ -342,7 +414,7 @@ from flwr.app import RecordDict
 from fedlightning.federation.local_grid import LocalGrid
 
 if __name__ == "__main__":
-    grid = LocalGrid({}, 2, processes=2, client_app="faulty_apps:app")
+    grid = LocalGrid(2, processes=2, client_app="faulty_apps:app")
     messages = [grid.create_message(RecordDict(), "query.whoami", node, "1") for node in grid.get_node_ids()]
     replies = list(grid.send_and_receive(messages))
     print(*(reply.content.config_records["who"]["pid"] for reply in replies), flush=True)
@@ -353,7 +425,7 @@ UNGUARDED = """
 from flwr.app import ConfigRecord, RecordDict
 from fedlightning.federation.local_grid import LocalGrid
 
-grid = LocalGrid({}, 1, processes=1, client_app="faulty_apps:app")
+grid = LocalGrid(1, processes=1, client_app="faulty_apps:app")
 load = RecordDict({"load": ConfigRecord({"bytes": bytes(2**21)})})
 (reply,) = grid.send_and_receive([grid.create_message(load, "train.weigh", 2, "1")])
 print("REPLY", reply.error.reason)

@@ -17,10 +17,11 @@ from numpy.typing import NDArray
 
 from fedlightning.federation import records
 from fedlightning.federation.local_grid import LocalGrid
-from fedlightning.model import TreeCNN
+from fedlightning.model import TreeCNN, load_arrays, network_arrays, network_shapes
 from fedlightning.tasks import Tally
 
 RECORDS = (
+    records.RowsRequest,
     records.DescribeRequest,
     records.Description,
     records.GrowRequest,
@@ -55,7 +56,7 @@ WIRES = pytest.mark.parametrize("carry", [through_proto, through_objects])
 
 def wire(carry: Callable[[Message], Message], content: RecordDict) -> RecordDict:
     """Return what arrives of a content."""
-    with LocalGrid({}, 1) as grid:
+    with LocalGrid(1) as grid:
         return carry(grid.create_message(content, "train", 2, "1")).content
 
 
@@ -236,10 +237,9 @@ def test_networks_survive_the_wire_to_the_bit(carry: Callable[[Message], Message
     """A network that is sent and loaded elsewhere has the same parameters, bit for bit."""
     network, other = TreeCNN(3, 4, 2, 5), TreeCNN(3, 4, 2, 5)
     request = an_example(records.TrainRequest)
-    content = wire(carry, records.with_network(request, records.to_array_record(records.network_arrays(network))))
+    content = wire(carry, records.content(request, network=records.to_array_record(network_arrays(network))))
     assert records.TrainRequest.from_content(content) == request
-    shapes = {name: tuple(value.shape) for name, value in other.state_dict().items()}
-    records.load_arrays(other, records.read_arrays(content.array_records[records.NETWORK], shapes))
+    load_arrays(other, records.read_arrays(content.array_records[records.NETWORK], network_shapes(other)))
     for name, value in network.state_dict().items():
         assert torch.equal(value, other.state_dict()[name])
 
@@ -247,7 +247,7 @@ def test_networks_survive_the_wire_to_the_bit(carry: Callable[[Message], Message
 def test_sent_arrays_are_copies() -> None:
     """Training on does not change what was read from the network before."""
     network = TreeCNN(2, 3)
-    before = records.network_arrays(network)
+    before = network_arrays(network)
     kept = {name: array.copy() for name, array in before.items()}
     with torch.no_grad():
         for parameter in network.parameters():
@@ -313,8 +313,8 @@ def test_damaged_arrays_are_refused_or_read(position: int, byte: int, end: int, 
     assert {name: array.shape for name, array in read.items()} == SHAPES
 
 
-def counted(message: Message) -> int:
-    """Count a message's records by hand: keys, texts, bytes, 8 per number, 1 per truth value."""
+def counted(content: RecordDict) -> int:
+    """Count a content's records by hand: keys, texts, bytes, 8 per number, 1 per truth value."""
 
     def size(value: Any) -> int:
         if isinstance(value, list):
@@ -324,7 +324,7 @@ def counted(message: Message) -> int:
         return 1 if isinstance(value, bool) else 8
 
     total = 0
-    for record in message.content.values():
+    for record in content.values():
         for key, value in record.items():
             total += len(key) + (len(value.data) if isinstance(value, Array) else size(value))
     return total
@@ -333,10 +333,8 @@ def counted(message: Message) -> int:
 @given(contents=st.lists(ANY_RECORD.map(lambda record: record.to_content()), max_size=3))
 @settings(deadline=None)
 def test_bytes_are_counted_from_the_records(contents: list[RecordDict]) -> None:
-    """The count is the sum over all values and keys of all messages, empty lists and texts included."""
-    with LocalGrid({}, 1) as grid:
-        messages = [grid.create_message(content, "train", 2, "1") for content in contents]
-    assert records.count_bytes(messages) == sum(counted(message) for message in messages)
+    """The count is the sum over all values and keys of all contents, empty lists and texts included."""
+    assert records.count_bytes(contents) == sum(counted(content) for content in contents)
 
 
 @given(
@@ -354,6 +352,4 @@ def test_bytes_agree_with_flower(numbers: list[float], text: str, network: dict[
             "c": ArrayRecord({name: Array(np.asarray(values)) for name, values in network.items()}),
         }
     )
-    with LocalGrid({}, 1) as grid:
-        message = grid.create_message(content, "train", 2, "1")
-    assert records.count_bytes([message]) == sum(record.count_bytes() for record in content.values())
+    assert records.count_bytes([content]) == sum(record.count_bytes() for record in content.values())

@@ -2,26 +2,33 @@
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from federations import (
     WatchedGrid,
     bits,
     open_federation,
     run_rounds,
+    small_rows,
     small_strategy,
     through_objects,
     through_proto,
 )
 from flwr.app import ArrayRecord, Error, Message, MetricRecord
+from torch import Tensor
 
+from fedlightning import training
 from fedlightning.federation import records
 from fedlightning.federation.exchange import ClientError
 from fedlightning.federation.memory import Memory
 from fedlightning.federation.rounds import rounds
-from fedlightning.federation.shard import ShardKey, load_shard
+from fedlightning.federation.shard import Silo, load_shard
 from fedlightning.federation.strategy import read_scores
+from fedlightning.seeds import derive_seed
+from fedlightning.training import batch_order
 
 DATASETS = ("breast_cancer", "wine", "diabetes")
 
@@ -37,7 +44,7 @@ def metrics_of(reply: Message) -> MetricRecord:
 @pytest.mark.parametrize("dataset", DATASETS)
 def test_a_round_is_the_weighted_mean_of_what_clients_sent(dataset: str) -> None:
     """The global network is numpy's mean of the replies, weighted by training rows; scores are pooled sums."""
-    grid, strategy = WatchedGrid(open_federation(dataset, 4)), small_strategy(dataset, 4)
+    grid, strategy = WatchedGrid(open_federation(4)), small_strategy(dataset, 4)
     strategy.prepare(grid)
     rows = [description.train_rows for description in strategy.descriptions]
     assert len(set(rows)) > 1
@@ -86,16 +93,7 @@ def test_validation_covers_every_validation_row_once() -> None:
     """The federated validation counts the rows of all validation cuts."""
     with open_federation(client_num=4) as grid:
         (report,) = run_rounds(grid, small_strategy(client_num=4), 1)
-    cuts = [
-        load_shard(
-            ShardKey("breast_cancer", 0.75, 2023, "", partition, 4),
-            task="binary",
-            val_ratio=0.2,
-            seed=0,
-            memory=Memory(0),
-        )
-        for partition in range(4)
-    ]
+    cuts = [load_shard(Silo(partition, 4), small_rows(), Memory(0)) for partition in range(4)]
     assert report.validation is not None
     assert report.validation.examples == sum(len(cut.validation) for cut in cuts)
     assert report.train.examples == 4 * 8 * 16
@@ -117,7 +115,7 @@ def test_the_same_seed_repeats_to_the_bit_and_another_differs(dataset: str) -> N
     """Scores and networks of all rounds depend on the seed, and on nothing that changes between two runs."""
     runs = []
     for seed in (3, 3, 4):
-        with open_federation(dataset) as grid:
+        with open_federation() as grid:
             runs.append(bits(run_rounds(grid, small_strategy(dataset, seed=seed))))
     assert runs[0] == runs[1]
     assert runs[0] != runs[2]
@@ -137,9 +135,9 @@ def test_a_federation_that_served_before_gives_the_same() -> None:
 )
 def test_the_order_of_replies_does_not_matter(arrange: Callable[[list[Message]], list[Message]]) -> None:
     """However replies arrive, the result is the same to the bit."""
-    with open_federation("wine", 5) as grid:
+    with open_federation(5) as grid:
         plain = bits(run_rounds(grid, small_strategy("wine", 5)))
-    shuffled = WatchedGrid(open_federation("wine", 5), arrange=arrange)
+    shuffled = WatchedGrid(open_federation(5), arrange=arrange)
     assert bits(run_rounds(shuffled, small_strategy("wine", 5))) == plain
 
 
@@ -173,6 +171,38 @@ def test_the_wire_does_not_matter(carry: Callable[[Message], Message], client_nu
     assert outcomes[0] == outcomes[1]
 
 
+@pytest.mark.parametrize("n_estimators", [2, 4])
+@pytest.mark.parametrize("num_iterations", [3, 8, 40])
+@pytest.mark.parametrize("dataset", DATASETS)
+def test_few_iterations_see_the_batches_that_all_rows_would_give(
+    dataset: str, num_iterations: int, n_estimators: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether a fit visits few of the rows or all, its batches are those drawn from all rows, scaled and sliced."""
+    seen: list[tuple[Any, ...]] = []
+    original = training.fit
+
+    def watch(network: Any, outputs: Tensor, targets: Tensor, *, order: Tensor, **options: Any) -> Any:
+        seen.append((outputs[order], targets[order], len(outputs)))
+        return original(network, outputs, targets, order=order, **options)
+
+    monkeypatch.setattr(training, "fit", watch)
+    memory = Memory(2**30)
+    with open_federation() as grid:
+        small_strategy(dataset, n_estimators=4, memory=memory).prepare(grid)
+        strategy = small_strategy(dataset, n_estimators=n_estimators, num_iterations=num_iterations, memory=memory)
+        run_rounds(grid, strategy, 2)
+    assert strategy.forest is not None
+    for index, (outputs, targets, rows) in enumerate(seen):
+        partition, number = index % 3, 1 + index // 3
+        train = load_shard(Silo(partition, 3), small_rows(dataset), Memory(0)).train
+        order = batch_order(len(train), num_iterations, 16, seed=derive_seed(0, "batches", partition, number))
+        scaled = strategy.forest.tree_outputs(train.x) / np.float32(strategy.scaling.std)
+        assert torch.equal(outputs, torch.from_numpy(scaled)[order])
+        assert torch.equal(targets, torch.from_numpy(train.y)[order])
+        assert rows == len(order.unique())
+    assert len(seen) == 6
+
+
 # -- the generator --------------------------------------------------------------------------------------------------
 
 
@@ -203,7 +233,7 @@ def test_bytes_are_those_of_the_records() -> None:
     """Bytes up and down of every round, and of what comes before, are the sum over what passed."""
 
     def size(messages: list[Message], group: str) -> int:
-        return records.count_bytes([message for message in messages if message.metadata.group_id == group])
+        return records.count_bytes(message.content for message in messages if message.metadata.group_id == group)
 
     grid, strategy = WatchedGrid(open_federation()), small_strategy()
     reports = run_rounds(grid, strategy)
@@ -220,7 +250,7 @@ def test_bytes_are_those_of_the_records() -> None:
 
 def test_flowers_own_loop_gives_the_same() -> None:
     """``Strategy.start`` after ``prepare`` ends as our rounds do, to the bit, however replies arrive."""
-    with open_federation("wine", 4) as grid:
+    with open_federation(4) as grid:
         reports = run_rounds(grid, small_strategy("wine", 4), 3)
         strategy = small_strategy("wine", 4)
         strategy.prepare(grid)

@@ -1,9 +1,11 @@
 """Tests of what happens once per run: who takes part, whose trees are where, and what a server refuses."""
 
 import logging
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing import active_children
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,8 +15,11 @@ from federations import (
     XGB,
     WatchedGrid,
     bits,
+    count_messages,
     open_federation,
+    open_machines,
     run_rounds,
+    small_rows,
     small_strategy,
     with_values,
 )
@@ -22,12 +27,14 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_numpy
+from machines import app as machines
 
 from fedlightning.federation import client_app, records
+from fedlightning.federation.cache import trees_folder
 from fedlightning.federation.exchange import ClientError, DivergedError, Traffic, exchange
 from fedlightning.federation.memory import Memory
 from fedlightning.federation.rounds import RoundReport, rounds
-from fedlightning.federation.shard import ShardKey, load_shard
+from fedlightning.federation.shard import Silo, load_shard
 from fedlightning.federation.strategy import weighted_mean
 from fedlightning.seeds import derive_seed
 from fedlightning.tasks import Tally, TargetStatistics, find_task
@@ -51,8 +58,8 @@ def tampered(action: str, change: Change) -> WatchedGrid:
 def own_ensembles(dataset: str, client_num: int, *, seed: int = 0, val_ratio: float = 0.2) -> list[Ensemble]:
     """Grow every client's ensemble directly, from the federation's prior."""
     task = {"breast_cancer": "binary", "diabetes": "regression"}[dataset]
-    keys = [ShardKey(dataset, 0.75, 2023, "", partition, client_num) for partition in range(client_num)]
-    shards = [load_shard(key, task=task, val_ratio=val_ratio, seed=seed, memory=Memory(2**30)) for key in keys]
+    rows = small_rows(dataset, val_ratio=val_ratio, seed=seed)
+    shards = [load_shard(Silo(partition, client_num), rows, Memory(2**30)) for partition in range(client_num)]
     base_score = find_task(task).base_score(TargetStatistics.of(np.concatenate([shard.train.y for shard in shards])))
     return [
         grow_ensemble(
@@ -76,7 +83,7 @@ def own_ensembles(dataset: str, client_num: int, *, seed: int = 0, val_ratio: fl
 @pytest.mark.parametrize("dataset", ["breast_cancer", "diabetes"])
 def test_slots_hold_each_clients_own_trees(dataset: str) -> None:
     """Slot k of the forest is what client k grows on its own rows, from the prior of all clients' targets."""
-    with open_federation(dataset) as grid:
+    with open_federation() as grid:
         forest = small_strategy(dataset).prepare(grid)
     direct = own_ensembles(dataset, 3)
     assert [ensemble.digest for ensemble in forest.ensembles] == [ensemble.digest for ensemble in direct]
@@ -187,6 +194,7 @@ def test_another_number_of_nodes_is_an_error(client_num: int) -> None:
         ({"features": 29}, r"differ in features: \{0: 30, 1: 29, 2: 30\}"),
         ({"classes": 3}, r"differ in classes: \{0: 2, 1: 3, 2: 2\}"),
         ({"train_rows": 0}, "client 1 has 0 training and"),
+        ({"test_rows": 5}, r"only the clients \[1\] hold test rows of their own.*data-file"),
         ({"validation_rows": 0}, "client 1 has .* training and 0 validation rows"),
         ({"target_sum": float("nan")}, "client on node 3 .*target_sum is nan"),
         ({"target_sum": float("inf")}, "client on node 3 .*target_sum is inf"),
@@ -275,6 +283,18 @@ NOT_FINITE = np.array([np.nan], dtype=np.float32)
         (records.EVALUATE, lambda m, r: metrics_with(r, metric_sum=1), ClientError, "metric_sum 1"),
         (records.EVALUATE, lambda m, r: metrics_with(r, partition=2), ClientError, "as partition 2"),
         (records.EVALUATE, lambda m, r: RecordDict(), ClientError, "no record 'metrics'"),
+        (
+            records.EVALUATE,
+            lambda m, r: metrics_with(r, **{"num-examples": 1_000_000}),
+            ClientError,
+            "evaluated 1000000 rows, but described 2",
+        ),
+        (
+            records.COMPARE,
+            lambda m, r: records.compare_reply(1, Tally(1.0, 1.0, 90), Tally(1.0, 1.0, 90)),
+            ClientError,
+            "evaluated 90 rows, but described 2",
+        ),
         (records.COMPARE, lambda m, r: RecordDict(), ClientError, "no record 'mean_margin'"),
         (
             records.COMPARE,
@@ -328,13 +348,13 @@ def test_another_protocol_is_refused_by_the_client(monkeypatch: pytest.MonkeyPat
         return original(replace(request, protocol=records.PROTOCOL + 1))
 
     monkeypatch.setattr(records.DescribeRequest, "to_content", newer)
-    with open_federation() as grid, pytest.raises(ClientError, match=r"protocol 2, this client 1"):
+    with open_federation() as grid, pytest.raises(ClientError, match=r"protocol 3, this client 2"):
         small_strategy().prepare(grid)
 
 
 def test_shards_too_small_to_cut_say_so() -> None:
     """More clients than rows allow is told by the first client, with the way out."""
-    with open_federation("wine", 60) as grid, pytest.raises(ClientError, match=r"node 2 .*\n(.*\n)*.*fewer clients"):
+    with open_federation(60) as grid, pytest.raises(ClientError, match=r"node 2 .*\n(.*\n)*.*fewer clients"):
         small_strategy("wine", 60).prepare(grid)
 
 
@@ -342,16 +362,18 @@ def test_shards_too_small_to_cut_say_so() -> None:
 
 
 def forgetting(action: str, group: str = "0") -> WatchedGrid:
-    """Return a federation whose clients forget everything before they get an action, the first time."""
+    """Return a federation whose clients lose memory and folder before they get an action, the first time."""
     forgotten: list[str] = []
+    folder = trees_folder() / "lost"
 
     def forget(messages: object) -> None:
         metadata = messages[0].metadata  # type: ignore[index]
         if (metadata.message_type, metadata.group_id) == (action, group) and not forgotten:
             forgotten.append(action)
             client_app.memory = Memory(2**30)
+            shutil.rmtree(folder)
 
-    return WatchedGrid(open_federation(), before=forget)
+    return WatchedGrid(open_federation(cache_dir=folder), before=forget)
 
 
 @pytest.mark.parametrize(
@@ -369,8 +391,8 @@ def test_a_lost_forest_is_planted_again(action: str, group: str) -> None:
         reports = list(rounds(grid, strategy, 3))
         outcomes.append((forest.digest, compared, bits(reports)))
         # What is sent again is counted where it is sent.
-        assert strategy.traffic.down + sum(r.bytes_down for r in reports) == records.count_bytes(grid.sent)
-        assert strategy.traffic.up + sum(r.bytes_up for r in reports) == records.count_bytes(grid.received)
+        assert strategy.traffic.down + sum(r.bytes_down for r in reports) == count_messages(grid.sent)
+        assert strategy.traffic.up + sum(r.bytes_up for r in reports) == count_messages(grid.received)
         sent.append([message.metadata.message_type for message in grid.sent])
     assert outcomes[0] == outcomes[1]
     again = 0 if action == records.PLANT else 3
@@ -378,16 +400,15 @@ def test_a_lost_forest_is_planted_again(action: str, group: str) -> None:
     assert sent[1].count(records.PLANT) == 6
 
 
-def test_only_those_who_lost_it_get_the_forest_again(client_memory: Memory) -> None:
+def test_only_those_who_lost_it_get_the_forest_again(cache_dir: Path) -> None:
     """A single client that lost its own ensemble gets all of them; the others are not bothered."""
 
     def forget_client_1(messages: object) -> None:
-        if messages[0].metadata.message_type == records.PLANT:  # type: ignore[index]
-            for key in list(client_memory._entries):
-                if isinstance(key, tuple) and key[0] == "own" and key[1].partition == 1:
-                    client_memory.keep(key, None, client_memory.capacity + 1)
+        if messages[0].metadata.message_type == records.PLANT and len(messages) == 3:  # type: ignore[index, arg-type]
+            del machines.memories[1]
+            shutil.rmtree(cache_dir / "1")
 
-    grid = WatchedGrid(open_federation(), before=forget_client_1)
+    grid = WatchedGrid(open_machines(cache_dir), before=forget_client_1)
     small_strategy().prepare(grid)
     planted = [message for message in grid.sent if message.metadata.message_type == records.PLANT]
     assert [message.metadata.dst_node_id for message in planted] == [2, 3, 4, 3]
@@ -396,12 +417,13 @@ def test_only_those_who_lost_it_get_the_forest_again(client_memory: Memory) -> N
 
 
 @pytest.mark.usefixtures("warm_processes")
-def test_a_killed_client_process_gets_the_forest_again() -> None:
-    """A client process that dies between two rounds starts empty, is served again, and the result is the same."""
+@pytest.mark.parametrize("folder_is_lost", [False, True])
+def test_a_killed_client_process_finds_or_gets_the_forest_again(folder_is_lost: bool, cache_dir: Path) -> None:
+    """A client process that dies between two rounds finds its trees in the folder, or is served again if it is lost."""
     with open_federation() as grid:
         plain = run_rounds(grid, small_strategy(), 3)
     before = set(active_children())
-    with open_federation(processes=1) as grid:
+    with open_federation(processes=1, cache_dir=cache_dir / "killed") as grid:
         strategy, reports = small_strategy(), []
         strategy.prepare(grid)
         for report in rounds(grid, strategy, 3):
@@ -410,15 +432,18 @@ def test_a_killed_client_process_gets_the_forest_again() -> None:
                 (child,) = set(active_children()) - before
                 child.kill()
                 child.join()
+                if folder_is_lost:
+                    shutil.rmtree(cache_dir / "killed")
     assert bits(reports) == bits(plain)
-    assert reports[1].bytes_down > plain[1].bytes_down
+    assert (reports[1].bytes_down > plain[1].bytes_down) == folder_is_lost
     assert [report.bytes_down for report in reports[::2]] == [report.bytes_down for report in plain[::2]]
 
 
 @pytest.mark.parametrize("forests", [1, 2, 8, 27])
-def test_a_memory_for_the_forest_is_enough(forests: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_memory_for_the_forest_is_enough(forests: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A client that can keep few or none of its rows and tree outputs makes them again, and the result is the same."""
-    with open_federation() as grid:
+    (tmp_path / "no folder").touch()
+    with open_federation(cache_dir=tmp_path / "no folder") as grid:
         strategy = small_strategy()
         plain = run_rounds(grid, strategy)
         assert strategy.forest is not None
@@ -437,10 +462,14 @@ def test_a_client_that_loses_every_forest_is_named() -> None:
             run_rounds(tampered(action, lambda message, reply: lost), small_strategy())
 
 
-def test_a_client_without_room_for_the_forest_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A memory that cannot hold the forest ends the run with who cannot keep it, and does not ask for ever."""
+def test_a_client_without_room_for_the_forest_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without memory nor folder for the forest the run ends with who cannot keep it, and does not ask for ever."""
+    (tmp_path / "no folder").touch()
     monkeypatch.setattr(client_app, "memory", Memory(0))
-    with open_federation() as grid, pytest.raises(ClientError, match=r"client.* 0.* cannot keep the forest"):
+    with (
+        open_federation(cache_dir=tmp_path / "no folder") as grid,
+        pytest.raises(ClientError, match=r"client.* 0.* cannot keep the forest"),
+    ):
         run_rounds(grid, small_strategy())
 
 
@@ -450,11 +479,11 @@ def test_a_client_without_room_for_the_forest_is_named(monkeypatch: pytest.Monke
 def test_replies_come_back_in_the_order_of_the_messages() -> None:
     """However replies arrive, they are returned in the order in which the messages were sent, with their bytes."""
     grid = WatchedGrid(open_federation(), arrange=lambda replies: replies[::-1])
-    content = records.DescribeRequest(records.PROTOCOL, "binary", 0.2, 0).to_content()
+    content = records.content(small_rows(), records.DescribeRequest(records.PROTOCOL))
     messages = [grid.create_message(content, records.DESCRIBE, node, "0") for node in (4, 2, 3)]
     replies, traffic = exchange(grid, messages, names=str)
     assert [reply.metadata.src_node_id for reply in replies] == [4, 2, 3]
-    assert traffic == Traffic(up=records.count_bytes(replies), down=records.count_bytes(messages))
+    assert traffic == Traffic(up=count_messages(replies), down=count_messages(messages))
     assert traffic.up > 0
     assert traffic.down > 0
     assert Traffic(1, 2) + Traffic(10, 20) == Traffic(11, 22)

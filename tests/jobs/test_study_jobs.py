@@ -5,22 +5,22 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
 import torch
 import xgboost as xgb
+from flwr.serverapp import Grid
 from mlflow import MlflowClient
 from mlflow.entities import Run
 from numpy.typing import NDArray
 from sklearn.datasets import load_breast_cancer
 from sklearn.metrics import accuracy_score, log_loss
 
-from fedlightning import experiment, figures
+from fedlightning import experiment, figures, training, trees
 from fedlightning.config import (
     ClientsConfig,
-    DatasetConfig,
     StudyConfig,
     flatten,
     load_clients,
@@ -29,7 +29,7 @@ from fedlightning.config import (
 )
 from fedlightning.config.study_files import study_from_document
 from fedlightning.federation import client_app
-from fedlightning.federation.engines import FederationSettings
+from fedlightning.federation.engines import FederationSettings, LocalEngine
 from fedlightning.federation.exchange import ClientError
 from fedlightning.federation.memory import Memory
 from fedlightning.federation.rounds import RoundReport
@@ -44,7 +44,7 @@ from fedlightning.partition import cut_validation
 from fedlightning.search import OWNER, Counts, StudySearch, TrialSummary, find_search, open_storage, owners_folder
 from fedlightning.seeds import derive_seed
 from fedlightning.tasks import Scores
-from fedlightning.training import IterationLoader
+from fedlightning.training import IterationLoader, batch_order
 
 CLIENTS, ROUNDS_DONE, ITERATIONS, SEED, RATIO = 2, 3, 5, 5, 0.25
 SPACE = {
@@ -58,13 +58,15 @@ SPACE = {
     "CNN.lr": {"low": 0.05, "high": 0.5, "log": True},
 }
 
+T = TypeVar("T")
 
-class InProcess(Workspace):
-    """A workspace whose clients are called in this process."""
 
-    def federation(self, dataset: DatasetConfig, client_num: int, *, jobs: int = 1) -> FederationSettings:
-        """Return a federation without processes of its own."""
-        return replace(super().federation(dataset, client_num, jobs=jobs), processes=0)
+class InProcess(LocalEngine):
+    """The local engine, with clients that are called in this process."""
+
+    def run(self, function: Callable[[Grid], T], settings: FederationSettings) -> T:
+        """Open a federation without processes of its own."""
+        return super().run(function, replace(settings, processes=0))
 
 
 class Notes:
@@ -135,7 +137,7 @@ def workspace(root: Path) -> Iterator[Workspace]:
     with pytest.MonkeyPatch.context() as patch:
         for name in ("MLFLOW_TRACKING_URI", "FEDLIGHTNING_DATA_DIR"):
             patch.delenv(name, raising=False)
-        yield InProcess(root)
+        yield Workspace(root, engine=InProcess())
 
 
 @pytest.fixture
@@ -294,7 +296,8 @@ def compute_anew(clients: ClientsConfig, *, val_ratio: float, on_test: bool) -> 
             optimizer = torch.optim.Adam(network.parameters(), lr=clients.CNN.lr, betas=(0.5, 0.999))
             targets = torch.tensor(y[rows], dtype=torch.float64)
             seed = derive_seed(SEED, "batches", k, number)
-            for batches, wanted in IterationLoader(inputs[k], targets, clients.num_iterations, 32, seed):
+            order = batch_order(len(targets), clients.num_iterations, 32, seed=seed)
+            for batches, wanted in IterationLoader(inputs[k], targets, order):
                 for batch, labels in zip(batches, wanted, strict=True):
                     optimizer.zero_grad()
                     logits = network(batch)[:, 0]
@@ -481,7 +484,8 @@ def test_a_finished_study_only_reports(
     tuned: Tuned, workspace: Workspace, client: MlflowClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A second call opens no federation, reads no test row, and reports the same figures to the last bit."""
-    monkeypatch.delattr(study_jobs, "run_in_federation")
+    monkeypatch.delattr(InProcess, "run")
+    monkeypatch.delattr(LocalEngine, "run")
     again = tune(workspace, "tiny", definition())
     assert again.test_readings == 0
     assert (again.notes.begun, again.notes.refit_rounds) == ([], [])
@@ -548,7 +552,7 @@ def test_diverged_training_counts_as_pruned(
     workspace: Workspace, client: MlflowClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A client whose weights leave the finite numbers ends its trial as pruned, with the reason, not the study."""
-    fit, calls = client_app.fit, []
+    fit, calls = training.fit, []
 
     def diverging(network: torch.nn.Module, *arguments: Any, **options: Any) -> Any:
         tally = fit(network, *arguments, **options)
@@ -558,7 +562,7 @@ def test_diverged_training_counts_as_pruned(
                 next(network.parameters()).fill_(float("nan"))
         return tally
 
-    monkeypatch.setattr(client_app, "fit", diverging)
+    monkeypatch.setattr(training, "fit", diverging)
     done = tune(workspace, "diverging", definition(trials=2))
     assert (done.result.counts.complete, done.result.counts.pruned) == (1, 1)
     (summary, _, best), _ = done.notes.ended
@@ -670,7 +674,7 @@ def test_time_is_up(workspace: Workspace) -> None:
 @pytest.mark.slow
 def test_no_complete_trial_is_an_error(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
     """A study of which no trial could be completed has nothing to refit, and says what became of its trials."""
-    fit = client_app.fit
+    fit = training.fit
 
     def diverging(network: torch.nn.Module, *arguments: Any, **options: Any) -> Any:
         tally = fit(network, *arguments, **options)
@@ -678,7 +682,7 @@ def test_no_complete_trial_is_an_error(workspace: Workspace, monkeypatch: pytest
             next(network.parameters()).fill_(float("inf"))
         return tally
 
-    monkeypatch.setattr(client_app, "fit", diverging)
+    monkeypatch.setattr(training, "fit", diverging)
     for _ in range(2):
         with pytest.raises(ValueError, match=r"no complete trial \(2 pruned, 0 failed\)"):
             tune(workspace, "hopeless", definition(trials=2))
@@ -725,14 +729,14 @@ def test_workers_that_stop_are_an_interruption() -> None:
 def test_trees_are_grown_once_per_setting(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
     """Trials that differ in the network alone share their trees, and fewer trees are cut from more."""
     grown = []
-    grow_ensemble = client_app.grow_ensemble
+    grow_ensemble = trees.grow_ensemble
 
     def count(*arguments: Any, **options: Any) -> Any:
         grown.append(options["n_estimators"])
         return grow_ensemble(*arguments, **options)
 
     monkeypatch.setattr(client_app, "memory", Memory(1 << 30))
-    monkeypatch.setattr(client_app, "grow_ensemble", count)
+    monkeypatch.setattr(trees, "grow_ensemble", count)
     space = {**SPACE, "n_estimators_client": 5, "xgb.max_depth": 2}
     tune(workspace, "sharing", definition(space=space))
     # Once per client for the search, and once more for the refit, which has more rows.
