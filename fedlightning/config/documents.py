@@ -57,7 +57,13 @@ class _Dumper(yaml.SafeDumper):
         """Write equal values in full: aliases are refused when the file is read again."""
         return True
 
+    def represent_str(self, data: str) -> yaml.ScalarNode:
+        """Write text that holds another line break than a newline with escapes: YAML folds it in any other style."""
+        style = '"' if any(character in data for character in "\r\x85\u2028\u2029") else None
+        return self.represent_scalar(_TAG + "str", data, style=style)
 
+
+_Dumper.add_representer(str, _Dumper.represent_str)
 for _name, _pattern in _CORE_SCHEMA:
     _whole = re.compile(rf"(?:{_pattern.pattern})\Z")
     _Loader.add_implicit_resolver(_TAG + _name, _whole, None)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fedlightning.config.documents import MAX_BYTES, comments, dump, parse_mapping, parse_scalar, read_mapping
@@ -21,6 +21,8 @@ def test_every_float_is_read_as_python_spells_it(value: float) -> None:
 
 
 @given(st.one_of(finite, st.integers(-(10**300), 10**300), text, st.booleans(), st.none()))
+@example("\x85")
+@example("a\u2028 b\r")
 def test_a_written_value_is_read_back_by_both_yaml_versions(value: object) -> None:
     """Our reader and a plain YAML 1.1 reader agree on value and type."""
     written = dump({"key": value})
