@@ -145,6 +145,15 @@ def add_training_arguments(command: argparse.ArgumentParser, *, network: bool = 
     command.add_argument("overrides", nargs="*", metavar="key=value", help="settings by their dotted path")
 
 
+def add_storage_argument(command: argparse.ArgumentParser) -> None:
+    """Add where studies are stored."""
+    command.add_argument(
+        "--storage",
+        metavar="URL",
+        help="store of studies: a database's URL, journal://FILE, FILE.log or grpc://HOST:PORT",
+    )
+
+
 def start_engine(arguments: argparse.Namespace, opened: "Engine | None", client_num: int, jobs: int = 1) -> "Engine":
     """Return the engine that a command runs on: one whose federation is open already, or what its arguments say.
 

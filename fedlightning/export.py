@@ -24,6 +24,7 @@ def build_parser() -> argparse.ArgumentParser:
     """Return the command's parser."""
     command = cli.parser("export", DESCRIPTION, EXAMPLES)
     command.add_argument("--study", required=True, metavar="NAME|PATH", help="a study that was begun with `tune`")
+    cli.add_storage_argument(command)
     command.add_argument("--out", metavar="FILE", help="where to write; - is stdout")
     return command
 
@@ -39,7 +40,7 @@ def _export(arguments: argparse.Namespace) -> None:
     from fedlightning.jobs.exports import best_export, export_path, write_clients
     from fedlightning.search import find_search
 
-    search = find_search(study_name(arguments.study), arguments.root)
+    search = find_search(study_name(arguments.study), arguments.root, arguments.storage)
     export = best_export(search)
     if arguments.out == "-":
         sys.stdout.write(export.text)

@@ -48,11 +48,5 @@ def is_alive(folder: Path, owner: str) -> bool:
     return False
 
 
-def living_owners(folder: Path) -> set[str]:
-    """Return the names of all owners whose processes live."""
-    names = {path.stem for path in folder.glob("*.lock")}
-    return {name for name in names if is_alive(folder, name)}
-
-
 def _lock_path(folder: Path, owner: str) -> Path:
     return folder / f"{owner}.lock"

@@ -1,11 +1,9 @@
-"""Search a study's space with Optuna: storage, proposals, pruning, and what a dead worker left behind."""
+"""Search a study's space with Optuna: proposals, pruning, and who among several workers does what."""
 
 import logging
-import sqlite3
 import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import closing
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from fractions import Fraction
@@ -13,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import optuna
-from filelock import FileLock, Timeout
+from filelock import FileLock
+from optuna.exceptions import DuplicatedStudyError, UpdateFinishedTrialError
 from optuna.trial import FrozenTrial, TrialState
 
 from fedlightning.config import (
@@ -29,9 +28,9 @@ from fedlightning.config import (
     trial_clients,
 )
 from fedlightning.config.problems import closest_first
-from fedlightning.owners import is_alive
 from fedlightning.seeds import derive_seed
-from fedlightning.tracking import sqlite_uri
+from fedlightning.storages import file_of, open_storage, shown
+from fedlightning.workers import SILENCE, Workers, owners_folder
 
 logger = logging.getLogger(__name__)
 
@@ -39,12 +38,13 @@ Pruned = optuna.TrialPruned
 """Raised by a proposal's report when the trial is not worth going on with."""
 
 DEFINITION = "definition"
-WORKERS = "workers"
 OWNER = "owner"
 START_FROM = "start_from"
 RETRY_OF = "retry_of"
-_OWNERLESS_SECONDS = 60
-_CREATION_SECONDS = 120
+WITHDRAWN = "withdrawn"
+"""Attribute of a trial that another worker's made superfluous before it began."""
+_POLL_SECONDS = 1.0
+_SETTLING_SECONDS = 2.0
 _STARTUP_TRIALS = 5
 _WARMUP_ROUNDS = 5
 
@@ -67,7 +67,7 @@ class TrialSummary:
 
     number: int
     state: str
-    """``complete``, ``pruned``, ``failed``, ``running`` or ``waiting``."""
+    """``complete``, ``pruned``, ``failed``, ``withdrawn``, ``running`` or ``waiting``."""
     value: float | None
     values: Mapping[str, Scalar]
     """The searched keys' values."""
@@ -98,56 +98,6 @@ _STATES = {
 }
 
 
-def storage_file(root: Path) -> Path:
-    """Return where studies are stored below a root."""
-    return root / "mlruns" / "optuna.db"
-
-
-def owners_folder(root: Path) -> Path:
-    """Return where living workers keep their locks below a root."""
-    return root / "mlruns" / "workers"
-
-
-def open_storage(root: Path) -> optuna.storages.BaseStorage:
-    """Open the store of studies, creating it on first use, one process at a time.
-
-    Raises:
-        OSError: The folder or the database cannot be written.
-        ValueError: There is something else in the database's place.
-    """
-    path = storage_file(root).absolute()
-    optuna.logging.set_verbosity(optuna.logging.ERROR)
-    lock = FileLock(path.with_name(".optuna.lock"), timeout=_CREATION_SECONDS)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lock.acquire()
-    except Timeout as error:
-        raise OSError(
-            f"another process has held {lock.lock_file} for {_CREATION_SECONDS} s; end it, or try again"
-        ) from error
-    except OSError as error:
-        raise OSError(
-            f"cannot write the folder {path.parent}: {error.strerror or error}; choose another --root"
-        ) from error
-    try:
-        _check_database(path)
-        return optuna.storages.RDBStorage(sqlite_uri(path), engine_kwargs={"connect_args": {"timeout": 60}})
-    finally:
-        lock.release()
-
-
-def _check_database(path: Path) -> None:
-    """Fail with the file's name and a way out, where Optuna would show SQLAlchemy's statement."""
-    try:
-        with closing(sqlite3.connect(path, timeout=60)) as database:
-            database.execute("BEGIN IMMEDIATE")
-            database.rollback()
-    except sqlite3.OperationalError as error:
-        raise OSError(f"cannot write the database of studies {path}: {error}; choose another --root") from error
-    except sqlite3.DatabaseError as error:
-        raise ValueError(f"{path} is no database of studies ({error}); move it away and run again") from error
-
-
 @dataclass
 class StudySearch:
     """One study in its storage.
@@ -164,8 +114,15 @@ class StudySearch:
     root: Path
     storage: optuna.storages.BaseStorage
     stopping: threading.Event = field(default_factory=threading.Event)
-    _claims: threading.Lock = field(default_factory=threading.Lock)
-    _claimed: int = 0
+    workers: Workers = field(init=False)
+    _rank: int = 0
+
+    def __post_init__(self) -> None:
+        self.workers = Workers(owners_folder(self.root), lambda: self._load().user_attrs, self.set_attribute)
+
+    def lock(self) -> FileLock:
+        """Return the lock under which workers of this root change what they share."""
+        return FileLock(self.root / "mlruns" / ".study.lock")
 
     def open(self, *, fresh: bool = False) -> list[str]:
         """Create the study, or take up where it was left; return what was noticed on the way.
@@ -177,45 +134,59 @@ class StudySearch:
             ValueError: The stored study has another definition, or somebody still works on it.
         """
         notices = []
-        with FileLock(self.root / "mlruns" / ".study.lock"):
+        existing = self._stored()
+        if existing is not None and fresh and self.workers.surely_living():
+            raise ValueError(f"study {self.name!r} is being worked on; wait for it or stop it before --fresh")
+        with self.lock():
             existing = self._stored()
             if existing is not None and fresh:
                 notices.append(self._archive(existing))
                 existing = None
-            if existing is not None:
+            if existing is None or self._is_unfinished(existing):
+                self._create()
+            else:
                 self._check_definition(existing)
-                return notices
-            study = optuna.create_study(storage=self.storage, study_name=self.name, direction="minimize")
-            study.set_user_attr(DEFINITION, definition(self.config))
-            start = start_values(self.config)
-            if start:
-                study.enqueue_trial(start, user_attrs={START_FROM: str(self.config.start_from)})
         return notices
 
     def enter(self, owner: str) -> list[TrialSummary]:
         """Note that a worker works on the study; fail the trials of those that are gone, and return them.
 
-        Each of those trials is proposed once more: one that ends its process every time must not go on for ever.
-
         Args:
             owner: Name of the lock that says that the worker lives.
         """
-        folder = owners_folder(self.root)
-        reaped = []
-        with FileLock(self.root / "mlruns" / ".study.lock"):
-            study = self._load()
-            others = self._living_workers(study)
-            study.set_user_attr(WORKERS, [*others, owner])
-            for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
-                known = trial.user_attrs.get(OWNER)
-                # A trial has no owner yet for the moment in which its worker begins with it.
-                if is_alive(folder, known) if known else others and _age(trial) < _OWNERLESS_SECONDS:
-                    continue
-                self.storage.set_trial_state_values(trial._trial_id, TrialState.FAIL)
-                if RETRY_OF not in trial.user_attrs:
-                    _propose_again(study, trial, {RETRY_OF: trial.number})
-                reaped.append(self._summary(self.storage.get_trial(trial._trial_id)))
-        return reaped
+        with self.lock():
+            # Workers that begin at the same moment shall not draw the same.
+            self._rank = len(self.workers.living())
+            self.workers.beat(owner)
+            return self._reap(owner)
+
+    def look_after(self, owner: str) -> list[TrialSummary]:
+        """Show that a worker lives; fail the trials of those that are gone, and return them."""
+        self.workers.beat(owner)
+        with self.lock():
+            return self._reap(owner)
+
+    def leave(self, owner: str) -> bool:
+        """Note that a worker has ended; return whether it was the last one."""
+        with self.lock():
+            self.workers.leave(owner)
+            return not [other for other in self.workers.living() if other != owner]
+
+    def claim(self, task: str, owner: str) -> bool:
+        """Take a task that only one worker may do; False while another one that lives has it.
+
+        It is free again when the worker leaves, or dies.
+        """
+        with self.lock():
+            holder = self.attribute(task)
+            if holder and holder != owner and self.workers.is_alive(holder):
+                return False
+            self.set_attribute(task, owner)
+            far = [other for other in self.workers.living() if not self.workers.is_near(other)]
+        if far:
+            # They do not see our lock: of two that took the task at once, the later one has it.
+            time.sleep(_SETTLING_SECONDS)
+        return bool(self.attribute(task) == owner)
 
     def run(
         self,
@@ -226,8 +197,11 @@ class StudySearch:
         deadline: float | None = None,
         worker: int = 0,
         on_end: Callable[[TrialSummary], None] = lambda summary: None,
+        on_wait: Callable[[Sequence[int]], None] = lambda numbers: None,
     ) -> None:
         """Evaluate proposals until the study has ``total`` finished trials or time is up.
+
+        While all missing trials are running in other workers, it waits to do what these leave.
 
         Args:
             evaluate: Returns a proposal's value, to be minimised.
@@ -236,54 +210,45 @@ class StudySearch:
             deadline: ``time.monotonic()`` after which no further trial starts.
             worker: Number of this worker among several in this process.
             on_end: Called after each trial.
+            on_wait: Called with the numbers of the trials that are waited for, when these change.
         """
         # The same seed again would repeat the draws of the trials that are already there.
-        seed = derive_seed(self.config.seed, "sampler", len(self._load().trials), worker)
+        seed = derive_seed(self.config.seed, "sampler", len(self._load().trials), worker + 1000 * self._rank)
         study = optuna.load_study(
             study_name=self.name,
             storage=self.storage,
             sampler=_sampler(self.config.sampler, seed),
             pruner=_pruner(self.config.pruner),
         )
+        awaited: list[int] = []
+        while not self.stopping.is_set() and (deadline is None or time.monotonic() < deadline):
+            trial = self._claim(study, total, owner)
+            if trial is not None:
+                self._attempt(study, trial, evaluate)
+                on_end(self._summary(self.storage.get_trial(trial._trial_id)))
+                continue
+            with self.lock():
+                self._reap(owner)
+            before, awaited = awaited, self._running_elsewhere(owner)
+            if self.counts().finished >= total or (not awaited and _under_way(study) >= total):
+                return
+            if awaited and awaited != before:
+                on_wait(awaited)
+            self.stopping.wait(_POLL_SECONDS if awaited else 0)
 
-        def objective(trial: optuna.Trial) -> float:
-            try:
-                return attempt(trial)
-            except Pruned:
-                raise
-            except BaseException as reason:
-                self._take_back(study, trial, reason)
-                raise
-
-        def attempt(trial: optuna.Trial) -> float:
-            trial.set_user_attr(OWNER, owner)
-            values = {
-                key: _as_written(entry, _suggest(trial, key, entry)) for key, entry in self.config.searched.items()
-            }
-
-            def report(value: float, number: int) -> None:
-                if self.stopping.is_set():
-                    raise KeyboardInterrupt
-                trial.report(value, number)
-                if trial.should_prune():
-                    raise Pruned(f"its best of {number} rounds is worse than the median of the other trials")
-
-            clients = trial_clients(self.config, values)
-            return evaluate(Proposal(trial.number, clients, report, trial.set_user_attr))
-
-        while self._claim(total, deadline):
-            try:
-                study.optimize(
-                    objective, n_trials=1, callbacks=[lambda _, trial: on_end(self._summary(trial))], catch=()
-                )
-            finally:
-                with self._claims:
-                    self._claimed -= 1
+    def let_others_finish(self, owner: str, on_wait: Callable[[Sequence[int]], None] = lambda numbers: None) -> None:
+        """Wait for the trials that are running in other workers now, but not for those that these begin later."""
+        awaited = self._running_elsewhere(owner)
+        if awaited:
+            on_wait(awaited)
+        while awaited and not self.stopping.wait(_POLL_SECONDS):
+            running = self._running_elsewhere(owner)
+            awaited = [number for number in awaited if number in running]
 
     def counts(self) -> Counts:
         """Return how many trials ended how."""
-        states = [trial.state for trial in self._load().get_trials(deepcopy=False)]
-        return Counts(states.count(TrialState.COMPLETE), states.count(TrialState.PRUNED), states.count(TrialState.FAIL))
+        states = [_state(trial) for trial in self._load().get_trials(deepcopy=False)]
+        return Counts(states.count("complete"), states.count("pruned"), states.count("failed"))
 
     def best(self) -> TrialSummary:
         """Return the complete trial with the lowest value.
@@ -331,31 +296,94 @@ class StudySearch:
         value = trial.value if trial.state == TrialState.COMPLETE else None
         space = self.config.searched
         values = {key: _as_written(space[key], taken) if key in space else taken for key, taken in trial.params.items()}
-        return TrialSummary(trial.number, _STATES[trial.state], value, values, dict(trial.user_attrs), seconds)
+        return TrialSummary(trial.number, _state(trial), value, values, dict(trial.user_attrs), seconds)
+
+    def _claim(self, study: optuna.Study, total: int, owner: str) -> optuna.Trial | None:
+        """Begin a trial, or return None if with those under way there are enough."""
+        with self.lock():
+            if _under_way(study) >= total:
+                return None
+            trial = study.ask()
+            trial.set_user_attr(OWNER, owner)
+        # Workers elsewhere do not see our lock: of those that began the last trial at once, all but one give way.
+        frozen = self.storage.get_trial(trial._trial_id)
+        proposed_before = "fixed_params" in frozen.system_attrs  # its number is old, and says nothing of who was first
+        if _under_way(study, lambda other: other != trial.number and (proposed_before or other < trial.number)) < total:
+            return trial
+        trial.set_user_attr(WITHDRAWN, True)
+        _propose_again(study, frozen, {})
+        study.tell(trial, state=TrialState.FAIL)
+        return None
+
+    def _attempt(self, study: optuna.Study, trial: optuna.Trial, evaluate: Callable[[Proposal], float]) -> None:
+        """Evaluate a trial and store how it ended."""
+
+        def report(value: float, number: int) -> None:
+            if self.stopping.is_set():
+                raise KeyboardInterrupt
+            trial.report(value, number)
+            if trial.should_prune():
+                raise Pruned(f"its best of {number} rounds is worse than the median of the other trials")
+
+        try:
+            values = {
+                key: _as_written(entry, _suggest(trial, key, entry)) for key, entry in self.config.searched.items()
+            }
+            clients = trial_clients(self.config, values)
+            value = evaluate(Proposal(trial.number, clients, report, trial.set_user_attr))
+            study.tell(trial, value, skip_if_finished=True)
+        except Pruned:
+            study.tell(trial, state=TrialState.PRUNED, skip_if_finished=True)
+        except UpdateFinishedTrialError:
+            logger.warning(
+                "trial %d was given up by another worker, which saw no sign of life of this one for %.0f s",
+                trial.number,
+                SILENCE,
+            )
+        except BaseException as reason:
+            self._take_back(study, trial, reason)
+            raise
 
     def _take_back(self, study: optuna.Study, trial: optuna.Trial, reason: BaseException) -> None:
-        """Propose an interrupted trial again, and the starting values once more if their trial failed."""
+        """Fail a trial; propose an interrupted one again, and the starting values once more if theirs failed."""
         frozen = self.storage.get_trial(trial._trial_id)
+        if frozen.state.is_finished():
+            return
         if not isinstance(reason, Exception):
             _propose_again(study, frozen, {})
         elif START_FROM in frozen.user_attrs and RETRY_OF not in frozen.user_attrs:
             _propose_again(study, frozen, {RETRY_OF: trial.number})
-        if not isinstance(reason, Exception | KeyboardInterrupt):
-            # Optuna ends a trial after the other two only.
-            self.storage.set_trial_state_values(trial._trial_id, TrialState.FAIL)
+        study.tell(trial, state=TrialState.FAIL)
 
-    def _living_workers(self, study: optuna.Study) -> list[str]:
-        folder = owners_folder(self.root)
-        return [worker for worker in study.user_attrs.get(WORKERS, ()) if is_alive(folder, worker)]
+    def _reap(self, owner: str) -> list[TrialSummary]:
+        """Fail the running trials whose workers are gone, and return them.
 
-    def _claim(self, total: int, deadline: float | None) -> bool:
-        if self.stopping.is_set() or (deadline is not None and time.monotonic() >= deadline):
-            return False
-        with self._claims:
-            if self.counts().finished + self._claimed >= total:
-                return False
-            self._claimed += 1
-            return True
+        Each is proposed once more: one that ends its process every time must not go on for ever.
+        """
+        study = self._load()
+        alone = not [other for other in self.workers.living() if other != owner]
+        reaped = []
+        for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
+            known = trial.user_attrs.get(OWNER)
+            if known is None:
+                # So it is for the moment in which its worker begins with it.
+                gone = alone or self.workers.keeps_still(f"trial {trial.number}", known)
+            else:
+                gone = known != owner and not self.workers.is_alive(known)
+            if not gone:
+                continue
+            try:
+                self.storage.set_trial_state_values(trial._trial_id, TrialState.FAIL)
+            except UpdateFinishedTrialError:
+                continue  # a worker elsewhere has seen it, too
+            if RETRY_OF not in trial.user_attrs:
+                _propose_again(study, trial, {RETRY_OF: trial.number})
+            reaped.append(self._summary(self.storage.get_trial(trial._trial_id)))
+        return reaped
+
+    def _running_elsewhere(self, owner: str) -> list[int]:
+        running = self._load().get_trials(deepcopy=False, states=(TrialState.RUNNING,))
+        return [trial.number for trial in running if trial.user_attrs.get(OWNER) != owner]
 
     def _stored(self) -> optuna.Study | None:
         try:
@@ -365,6 +393,22 @@ class StudySearch:
 
     def _load(self) -> optuna.Study:
         return optuna.load_study(study_name=self.name, storage=self.storage)
+
+    def _create(self) -> None:
+        try:
+            study = optuna.create_study(storage=self.storage, study_name=self.name, direction="minimize")
+        except DuplicatedStudyError:
+            study = self._load()  # left unfinished, or made elsewhere at this moment
+        start = start_values(self.config)
+        if start:
+            study.enqueue_trial(start, user_attrs={START_FROM: str(self.config.start_from)}, skip_if_exists=True)
+        study.set_user_attr(DEFINITION, definition(self.config))
+
+    def _is_unfinished(self, study: optuna.Study) -> bool:
+        """Return whether a study's creation was broken off: it has no definition yet, and nothing was tried."""
+        if DEFINITION in study.user_attrs:
+            return False
+        return all(trial.state == TrialState.WAITING for trial in study.get_trials(deepcopy=False))
 
     def _check_definition(self, study: optuna.Study) -> None:
         differing = differences(study.user_attrs.get(DEFINITION, {}), definition(self.config))
@@ -376,8 +420,6 @@ class StudySearch:
             )
 
     def _archive(self, study: optuna.Study) -> str:
-        if self._living_workers(study):
-            raise ValueError(f"study {self.name!r} is being worked on; wait for it or stop it before --fresh")
         for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
             self.storage.set_trial_state_values(trial._trial_id, TrialState.FAIL)
         kept = f"{self.name}@{datetime.now(UTC):%Y-%m-%dT%H:%M:%S.%f}"
@@ -389,26 +431,38 @@ class StudySearch:
         return f"the earlier study {self.name!r} is kept as {kept!r}"
 
 
-def find_search(name: str, root: Path) -> StudySearch:
-    """Return a study that has been begun below a root, with the definition that it was begun with.
+def find_search(name: str, root: Path, url: str | None = None) -> StudySearch:
+    """Return a study that has been begun below a root, or in another store, as it was begun.
 
     Raises:
         LookupError: There is none of that name.
     """
-    path = storage_file(root)
+    place, file = shown(root, url), file_of(root, url)
     names: list[str] = []
-    if path.exists():
-        storage = open_storage(root)
+    if file is None or file.exists():
+        storage = open_storage(root, url)
         names = optuna.get_all_study_names(storage)
         if name in names:
             stored = optuna.load_study(study_name=name, storage=storage).user_attrs.get(DEFINITION, {})
-            config = study_from_definition(stored, source=f"{path}: study {name!r}")
+            config = study_from_definition(stored, source=f"{place}: study {name!r}")
             return StudySearch(name, config, root, storage)
     stored_names = ", ".join(closest_first(name, names)) or "none"
+    another = "--root" if url is None else "--storage"
     raise LookupError(
-        f"no study {name!r} in {path}; stored: {stored_names}; "
-        f"begin it with `python -m fedlightning.tune --study {name}`, or give another --root"
+        f"no study {name!r} in {place}; stored: {stored_names}; "
+        f"begin it with `python -m fedlightning.tune --study {name}`, or give another {another}"
     )
+
+
+def _state(trial: FrozenTrial) -> str:
+    return "withdrawn" if trial.user_attrs.get(WITHDRAWN) else _STATES[trial.state]
+
+
+def _under_way(study: optuna.Study, counted: Callable[[int], bool] = lambda number: True) -> int:
+    """Return how many trials are finished, or running and to be counted by their number."""
+    trials = study.get_trials(deepcopy=False)
+    finished = sum(trial.state in (TrialState.COMPLETE, TrialState.PRUNED) for trial in trials)
+    return finished + sum(trial.state == TrialState.RUNNING and counted(trial.number) for trial in trials)
 
 
 def _propose_again(study: optuna.Study, trial: FrozenTrial, attributes: Mapping[str, Any]) -> None:
@@ -449,8 +503,3 @@ def _pruner(name: str) -> optuna.pruners.BasePruner:
     if name == "none":
         return optuna.pruners.NopPruner()
     return optuna.pruners.MedianPruner(n_startup_trials=_STARTUP_TRIALS, n_warmup_steps=_WARMUP_ROUNDS)
-
-
-def _age(trial: FrozenTrial) -> float:
-    started = trial.datetime_start
-    return (datetime.now() - started).total_seconds() if started else 0.0

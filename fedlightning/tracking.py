@@ -189,8 +189,13 @@ class TrackingStore:
                     closed.append(run_id)
         return closed
 
-    def runs(self, experiment: str, *, parent: str | None = None) -> "list[Run]":
-        """Return all runs of an experiment, or only those nested below ``parent``, oldest first."""
+    def runs(self, experiment: str, *, parent: str | None = None, status: str | None = None) -> "list[Run]":
+        """Return the runs of an experiment, oldest first: all, or those nested below ``parent`` or of one status."""
+        conditions = []
+        if parent is not None:
+            conditions.append(f"tags.`mlflow.parentRunId` = '{parent}'")
+        if status is not None:
+            conditions.append(f"attributes.status = '{status}'")
         with self._answering(f"read the runs of {experiment!r}"):
             found = self.client.get_experiment_by_name(experiment)
             if found is None:
@@ -200,7 +205,7 @@ class TrackingStore:
             while True:
                 page = self.client.search_runs(
                     [found.experiment_id],
-                    f"tags.`mlflow.parentRunId` = '{parent}'" if parent is not None else "",
+                    " and ".join(conditions),
                     max_results=_PAGE,
                     order_by=["attributes.start_time ASC"],
                     page_token=token,

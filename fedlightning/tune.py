@@ -18,12 +18,12 @@ training rows, read the test set once, and export the winner to studies/clients/
 
 Started again, a study goes on where it was left: --trials is the number of complete and pruned trials that
 it shall have in all, --timeout the seconds after which this call starts no further trial (the refit comes
-on top). Ctrl-C is safe (exit status 130), and so is a killed process: its trial is tried again by the next
-call. A key=value fixes a searched key (xgb.max_depth=6), or sets one of the study's own (val_ratio=0.1)."""
+on top). Ctrl-C is safe (exit status 130), and so is kill -9: the trial is tried again. Started several times
+(elsewhere with --storage and --tracking-uri), it shares the trials, and one call refits. A key=value fixes a
+searched key (xgb.max_depth=6), or sets one of the study's own (val_ratio=0.1)."""
 
 EXAMPLES = (
     "--study a9a_5",
-    "--study a9a_5 --trials 5",
     "--study a9a_5 --jobs 2 --timeout 300 xgb.max_depth=6",
     "--study my_study.yaml --fresh",
 )
@@ -41,6 +41,7 @@ def build_parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--fresh", action="store_true", help="begin anew; the earlier study is kept under another name"
     )
+    cli.add_storage_argument(command)
     command.add_argument("--no-export", action="store_true", help="do not write the client config")
     cli.add_training_arguments(command)
     return command
@@ -97,7 +98,9 @@ def _tune(arguments: argparse.Namespace, engine: "Engine | None" = None) -> None
     from fedlightning.jobs.study import tune_study
     from fedlightning.jobs.workspace import Workspace
 
-    workspace = Workspace(arguments.root, arguments.data_dir, arguments.tracking_uri, arguments.accelerator, engine)
+    workspace = Workspace(
+        arguments.root, arguments.data_dir, arguments.tracking_uri, arguments.accelerator, engine, arguments.storage
+    )
     display = Display(console, task_of(study.dataset).metric, quiet=arguments.quiet)
     try:
         result = tune_study(

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from fedlightning.owners import Owner, is_alive, living_owners
+from fedlightning.owners import Owner, is_alive
 
 _WORK = """
 import sys
@@ -48,14 +48,12 @@ def test_another_process_is_alive_until_it_is_killed(tmp_path: Path) -> None:
     with working_process(tmp_path) as (process, name):
         assert is_alive(tmp_path, name)
         assert is_alive(tmp_path, name)
-        assert living_owners(tmp_path) == {name}
         process.send_signal(signal.SIGKILL)
         process.wait()
         assert files(tmp_path) == [f"{name}.lock"]
         assert not is_alive(tmp_path, name)
         assert files(tmp_path) == []
         assert not is_alive(tmp_path, name)
-        assert living_owners(tmp_path) == set()
 
 
 def test_another_process_is_gone_when_it_ends(tmp_path: Path) -> None:
@@ -75,10 +73,10 @@ def test_asking_does_not_free_a_living_process(tmp_path: Path) -> None:
         working_process(tmp_path) as (first, first_name),
         working_process(tmp_path) as (_, second_name),
     ):
-        assert living_owners(tmp_path) == {own.name, first_name, second_name}
+        assert all(is_alive(tmp_path, name) for name in (own.name, first_name, second_name))
         first.kill()
         first.wait()
-        assert living_owners(tmp_path) == {own.name, second_name}
+        assert is_alive(tmp_path, second_name)
         assert is_alive(tmp_path, own.name)
         assert not is_alive(tmp_path, first_name)
 
@@ -91,7 +89,6 @@ def test_the_same_thread_sees_itself_alive(tmp_path: Path) -> None:
     with owner as entered:
         assert entered is owner
         assert is_alive(folder, owner.name)
-        assert living_owners(folder) == {owner.name}
     assert not is_alive(folder, owner.name)
     assert files(folder) == []
 
@@ -115,12 +112,12 @@ def test_threads_of_one_process_see_each_other(tmp_path: Path) -> None:
         started.wait()
         try:
             assert is_alive(tmp_path, names[0])
-            assert living_owners(tmp_path) == {ours.name, names[0]}
+            assert is_alive(tmp_path, ours.name)
         finally:
             go_on.set()
             thread.join()
         assert not is_alive(tmp_path, names[0])
-        assert living_owners(tmp_path) == {ours.name}
+        assert is_alive(tmp_path, ours.name)
     assert seen == [True]
 
 
@@ -142,7 +139,6 @@ def test_who_never_was_is_not_alive(tmp_path: Path, name: str) -> None:
     """A name without a lock file is of nobody alive, in a folder that is not there either."""
     assert not is_alive(tmp_path, name)
     assert not is_alive(tmp_path / "nowhere", name)
-    assert living_owners(tmp_path / "nowhere") == set()
     assert files(tmp_path) == []
 
 

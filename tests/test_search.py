@@ -29,10 +29,9 @@ from fedlightning.search import (
     _as_written,
     _suggest,
     find_search,
-    open_storage,
-    owners_folder,
-    storage_file,
 )
+from fedlightning.storages import open_storage, storage_file
+from fedlightning.workers import owners_folder
 
 SPACE: dict[str, Any] = {
     "n_estimators_client": {"choices": [5, 10, 50]},

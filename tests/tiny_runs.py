@@ -43,7 +43,8 @@ def tiny_config(
 
 def open_federation(config: RunConfig) -> LocalGrid:
     """Return a federation in this process with the configuration's clients, which has no trees yet."""
-    return LocalGrid(config.clients.client_num, node_config={CACHE_DIR: str(trees_folder() / uuid4().hex)})
+    clients = config.clients.client_num
+    return LocalGrid(clients, node_configs=[{CACHE_DIR: str(trees_folder() / uuid4().hex)}] * clients)
 
 
 def fit_once(config: RunConfig, observers: Sequence[Observer] = ()) -> FederatedFit:

@@ -54,7 +54,8 @@ class LocalEngine:
         node_config = {CACHE_DIR: str(trees_folder().resolve())}
         if settings.data_dir is not None:
             node_config[DATA_DIR] = str(settings.data_dir.resolve())
-        with LocalGrid(settings.client_num, processes=settings.processes, node_config=node_config) as grid:
+        configs = [node_config] * settings.client_num
+        with LocalGrid(settings.client_num, processes=settings.processes, node_configs=configs) as grid:
             return function(grid)
 
 

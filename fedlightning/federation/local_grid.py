@@ -64,7 +64,7 @@ class LocalGrid(Grid):
     Args:
         client_num: Clients, each a node of its own.
         processes: Child processes to share the clients between; 0 calls them in this process.
-        node_config: What every node's configuration has beside its partition.
+        node_configs: What each node's configuration has beside its partition, one per client; nothing if empty.
         client_app: ``module:attribute`` of the ClientApp.
     """
 
@@ -73,14 +73,16 @@ class LocalGrid(Grid):
         client_num: int,
         *,
         processes: int = 0,
-        node_config: Mapping[str, str] | None = None,
+        node_configs: Sequence[Mapping[str, str]] = (),
         client_app: str = CLIENT_APP,
     ) -> None:
         self._run = Run.create_empty(_RUN_ID)
         self._ids = itertools.count(1)
         self._replies: dict[str, Message] = {}
         _set_identity(_SERVER_NODE)
-        contexts = [_context(partition, client_num, node_config or {}) for partition in range(client_num)]
+        configs = node_configs or [{}] * client_num
+        contexts = [_context(partition, config, client_num) for partition, config in enumerate(configs)]
+        assert len(contexts) == client_num, "one configuration per client"
         self._nodes = [context.node_id for context in contexts]
         self._workers: list[_InlineWorker | _ProcessWorker]
         if processes:
@@ -296,7 +298,7 @@ def _load(client_app: str) -> ClientApp:
     return app
 
 
-def _context(partition: int, partitions: int, node_config: Mapping[str, str]) -> Context:
+def _context(partition: int, node_config: Mapping[str, str], partitions: int) -> Context:
     return Context(
         run_id=_RUN_ID,
         node_id=_FIRST_NODE + partition,

@@ -7,7 +7,14 @@ from typing import Any, Self
 from flwr.serverapp import Grid
 
 from fedlightning.config import RunConfig
-from fedlightning.experiment import Comparison, RunResult, compare_with_centralized, fit_federated, task_of
+from fedlightning.experiment import (
+    Comparison,
+    RunResult,
+    centralized_rival,
+    compare_with_centralized,
+    fit_federated,
+    task_of,
+)
 from fedlightning.federation.engines import cores
 from fedlightning.federation.rounds import RoundReport
 from fedlightning.jobs.nested import NestedRuns
@@ -16,7 +23,6 @@ from fedlightning.jobs.run import (
     comparison_to_dict,
     log_result,
     log_tables,
-    run_tags,
 )
 from fedlightning.jobs.watchers import RunWatcher
 from fedlightning.search import StudySearch
@@ -62,6 +68,7 @@ def refit_winner(
     grid: Grid,
     config: RunConfig,
     *,
+    searched: RunConfig,
     trial: int,
     validation: Comparison,
     runs: NestedRuns,
@@ -72,6 +79,7 @@ def refit_winner(
     Args:
         grid: The federation.
         config: The winner's configuration; ``num_rounds`` is the round that was best.
+        searched: What its trial had: validation rows are held out.
         trial: The winner's number.
         validation: The winner's scores.
         runs: Where nested runs are recorded.
@@ -80,7 +88,7 @@ def refit_winner(
     config = config.model_copy(update={"val_ratio": 0.0})
     num_rounds = config.clients.num_rounds
     watcher.phase(f"refitting trial {trial} on all training rows, rounds: {num_rounds}")
-    tags = run_tags(config, engine=runs.workspace.engine.name) | {"trial": str(trial)}
+    tags = runs.tags(config, trial)
 
     def observe(report: RoundReport) -> None:
         tracked.log_round(report, metric=metric)
@@ -89,9 +97,12 @@ def refit_winner(
     metric = task_of(config.dataset).metric
     workspace = runs.workspace
     with runs.start("refit", "refit", config=config, tags=tags) as tracked:
-        fit = fit_federated(grid, config, observers=[observe], accelerator=workspace.accelerator)
+        fit = fit_federated(grid, config, observers=[observe], accelerator=workspace.accelerator, test=True)
         watcher.phase("comparing on the test rows")
         result = compare_with_centralized(fit, config, data_dir=workspace.data_dir, threads=cores())
+        if result.test.centralized is not None:
+            _, centralized = centralized_rival(searched, data_dir=workspace.data_dir, threads=cores())
+            validation = replace(validation, centralized=centralized)
         result = replace(result, validation=validation)
         log_result(tracked, result)
         log_tables(tracked, result.metric, validation=result.validation, test=result.test)

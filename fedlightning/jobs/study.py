@@ -2,8 +2,9 @@
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -20,9 +21,9 @@ from fedlightning.config import (
     trial_clients,
     widen,
 )
-from fedlightning.experiment import Comparison, centralized_rival, task_of
-from fedlightning.federation.engines import cores
-from fedlightning.jobs.exports import MARK, best_clients, export_path, provenance, write_clients
+from fedlightning.experiment import Comparison, task_of
+from fedlightning.federation.memory import Memory, default_capacity
+from fedlightning.jobs.exports import MARK, best_clients, best_export, export_path, write_clients
 from fedlightning.jobs.nested import NestedRuns, close_stale_runs
 from fedlightning.jobs.refit import REFIT, Refit, refit_of, refit_winner
 from fedlightning.jobs.run import comparison_from_dict, log_tables
@@ -30,13 +31,20 @@ from fedlightning.jobs.trial import BEST_ROUND, ROUNDS, RUN_ID, VALIDATION, eval
 from fedlightning.jobs.watchers import StudyWatcher
 from fedlightning.jobs.workspace import Workspace, describe_data
 from fedlightning.owners import Owner
-from fedlightning.search import Counts, Proposal, StudySearch, TrialSummary, open_storage, owners_folder
+from fedlightning.search import Counts, Proposal, StudySearch, TrialSummary
+from fedlightning.storages import open_storage
 from fedlightning.tracking import TrackedRun
+from fedlightning.workers import owners_folder, repeating
 
 logger = logging.getLogger(__name__)
 
 CURVES = 5
 """Best trials that the study's convergence figure shows."""
+
+REFITTED_BY = "refitted_by"
+"""Attribute of a study: the worker that refits the winner, and reads the test set for all."""
+
+_POLL_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -71,6 +79,7 @@ def tune_study(
     """Bring a study to its number of trials, or as far as time allows, and refit its winner.
 
     Called again, it goes on where it was left; a finished study whose winner is already refitted only reports.
+    Several processes may do this at once: they share the trials, and one of them refits.
 
     Args:
         workspace: Where rows come from and records go.
@@ -86,23 +95,45 @@ def tune_study(
     """
     config, notices = widen(config, start_values(config) or {})
     watcher.phase("opening the stores")
-    search = StudySearch(name, config, workspace.root, open_storage(workspace.root))
+    search = StudySearch(name, config, workspace.root, open_storage(workspace.root, workspace.storage_url))
     earlier = search.stored_attribute(RUN_ID) if fresh else None
     for notice in notices + search.open(fresh=fresh):
         watcher.phase(notice)
     if earlier is not None:
-        close_stale_runs(workspace, name, earlier, parent_too=True)
-    with Owner(owners_folder(workspace.root)) as owner, _study_run(workspace, search) as parent:
-        for trial in search.enter(owner.name):
-            watcher.phase(f"trial {trial.number} was left unfinished by a process that is gone")
-        close_stale_runs(workspace, name, parent.run_id)
+        close_stale_runs(workspace, name, earlier, search.workers.is_alive, parent_too=True)
+    with Owner(owners_folder(workspace.root)) as owner, _at_work(workspace, search, owner.name, watcher) as parent:
         runs = NestedRuns(workspace, name, parent.run_id, owner.name)
         refit = _search_and_refit(search, runs, watcher, jobs)
         result = _result(search, refit, parent)
         if export:
-            result = replace(result, config_file=_export(workspace.root, search, result, watcher))
+            result = replace(result, config_file=_export(workspace.root, search, watcher))
         _log_study(parent, search, result)
     return result
+
+
+@contextmanager
+def _at_work(workspace: Workspace, search: StudySearch, owner: str, watcher: StudyWatcher) -> Iterator[TrackedRun]:
+    """Work on a study beside others: look after what dead workers leave, and end the study's run as its last worker."""
+
+    def clear(left: Sequence[TrialSummary]) -> None:
+        for trial in left:
+            watcher.phase(f"trial {trial.number} was left unfinished by a process that is gone")
+        close_stale_runs(workspace, search.name, parent.run_id, search.workers.is_alive)
+
+    left = search.enter(owner)
+    with search.lock():
+        parent = _study_run(workspace, search)
+    try:
+        clear(left)
+        with repeating(lambda: clear(search.look_after(owner))):
+            yield parent
+        clear(search.look_after(owner))
+    except BaseException as error:
+        if search.leave(owner):
+            parent.__exit__(type(error), error, error.__traceback__)
+        raise
+    parent.finish("FINISHED")
+    search.leave(owner)
 
 
 def _search_and_refit(search: StudySearch, runs: NestedRuns, watcher: StudyWatcher, jobs: int) -> Refit:
@@ -110,26 +141,50 @@ def _search_and_refit(search: StudySearch, runs: NestedRuns, watcher: StudyWatch
     counts = search.counts()
     missing = config.trials - counts.finished
     refit = partial(_refit_if_needed, search=search, runs=runs, watcher=watcher)
+    my_turn = partial(_await_refit, search, runs.owner, watcher)
+    said: set[tuple[int, ...]] = set()
+
+    def waits(numbers: Sequence[int]) -> None:
+        if tuple(numbers) not in said:
+            said.add(tuple(numbers))
+            names = ", ".join(f"trial {number}" for number in numbers)
+            watcher.phase(f"waiting for {names} of other workers")
+
     federate = partial(workspace.federate, client_num=config.client_num)
     if missing <= 0:
         watcher.phase(f"study {search.name} already has its {config.trials} trials")
+        my_turn()
         return refit_of(search) or federate(refit)
     deadline = None if config.timeout is None else time.monotonic() + config.timeout
 
     def work(grid: Grid, worker: int = 0) -> None:
+        # What this federation's clients hold after one trial need not be sent for the next.
+        memory = Memory(default_capacity())
+
         def evaluate(proposal: Proposal) -> float:
-            return evaluate_proposal(grid, proposal, study=config, runs=runs, watcher=watcher)
+            return evaluate_proposal(grid, proposal, study=config, runs=runs, watcher=watcher, memory=memory)
 
         def ended(summary: TrialSummary) -> None:
             watcher.trial_ends(summary, search.counts(), search.best_or_none())
 
-        search.run(evaluate, total=config.trials, owner=runs.owner, deadline=deadline, worker=worker, on_end=ended)
+        search.run(
+            evaluate,
+            total=config.trials,
+            owner=runs.owner,
+            deadline=deadline,
+            worker=worker,
+            on_end=ended,
+            on_wait=waits,
+        )
 
     def end_search() -> None:
+        if search.counts().finished < config.trials:
+            search.let_others_finish(runs.owner, waits)
         watcher.search_ends()
         done = search.counts().finished
         if done < config.trials:
             watcher.phase(f"time is up after {done} of {config.trials} trials; the same command does the others")
+        my_turn()
 
     def work_and_refit(grid: Grid) -> Refit:
         work(grid)
@@ -142,7 +197,16 @@ def _search_and_refit(search: StudySearch, runs: NestedRuns, watcher: StudyWatch
         return federate(work_and_refit)
     _side_by_side(jobs, search, lambda worker: federate(partial(work, worker=worker), jobs=jobs))
     end_search()
-    return federate(refit)
+    return refit_of(search) or federate(refit)
+
+
+def _await_refit(search: StudySearch, owner: str, watcher: StudyWatcher) -> None:
+    """Return when nobody else refits the winner, or will before this worker is gone."""
+    if search.claim(REFITTED_BY, owner):
+        return
+    watcher.phase("waiting for another worker, which refits the winner")
+    while not search.claim(REFITTED_BY, owner):
+        time.sleep(_POLL_SECONDS)
 
 
 def _side_by_side(jobs: int, search: StudySearch, work: Callable[[int], None]) -> None:
@@ -173,15 +237,14 @@ def _refit_if_needed(grid: Grid, *, search: StudySearch, runs: NestedRuns, watch
     known = refit_of(search)
     if known is not None:
         return known
-    best, workspace = search.best(), runs.workspace
+    best = search.best()
     config = trial_config(search.config, trial_clients(search.config, best.values))
-    validation = comparison_from_dict(best.attributes[VALIDATION])
-    _, centralized = centralized_rival(config, data_dir=workspace.data_dir, threads=cores())
     refit = refit_winner(
         grid,
         config.model_copy(update={"clients": best_clients(search.config, best)}),
+        searched=config,
         trial=best.number,
-        validation=replace(validation, centralized=centralized),
+        validation=comparison_from_dict(best.attributes[VALIDATION]),
         runs=runs,
         watcher=watcher,
     )
@@ -228,7 +291,7 @@ def _study_run(workspace: Workspace, search: StudySearch) -> TrackedRun:
         tags={
             "dataset": config.dataset.name,
             "client_num": str(config.client_num),
-            "engine": "local",
+            "engine": workspace.engine.name,
             "fingerprint": fingerprint(config),
         },
         data=describe_data(config.dataset),
@@ -238,10 +301,9 @@ def _study_run(workspace: Workspace, search: StudySearch) -> TrackedRun:
     return tracked
 
 
-def _export(root: Path, search: StudySearch, result: StudyResult, watcher: StudyWatcher) -> Path:
-    path = export_path(root, search.name)
-    header = provenance(search, result.best, result.metric, run_id=result.run_id)
-    kept = write_clients(path, result.clients, header)
+def _export(root: Path, search: StudySearch, watcher: StudyWatcher) -> Path:
+    path, winner = export_path(root, search.name), best_export(search)
+    kept = write_clients(path, winner.clients, winner.header)
     if kept is not None:
         watcher.phase(f"{path} did not begin with '{MARK}'; it is kept as {kept.name}")
     return path

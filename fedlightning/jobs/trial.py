@@ -2,12 +2,13 @@
 
 from flwr.serverapp import Grid
 
-from fedlightning.config import ClientsConfig, RunConfig, StudyConfig
+from fedlightning.config import Choices, ClientsConfig, Range, RunConfig, StudyConfig
 from fedlightning.experiment import FederatedFit, fit_federated, is_better, objective_value, task_of
 from fedlightning.federation.exchange import DivergedError
+from fedlightning.federation.memory import Memory
 from fedlightning.federation.rounds import RoundReport
 from fedlightning.jobs.nested import TRIAL_STATE, NestedRuns
-from fedlightning.jobs.run import comparison_to_dict, log_traffic, run_tags
+from fedlightning.jobs.run import comparison_to_dict, log_traffic
 from fedlightning.jobs.watchers import StudyWatcher
 from fedlightning.search import Proposal, Pruned
 from fedlightning.tracking import TrackedRun
@@ -31,10 +32,26 @@ def trial_config(study: StudyConfig, clients: ClientsConfig) -> RunConfig:
     )
 
 
+def trees_to_grow(study: StudyConfig) -> int:
+    """Return how many trees per client a trial grows at least: as many as any other trial of the same settings uses.
+
+    Where a setting of the trees is drawn from a continuum no two trials share any, and none grows more than it needs.
+    """
+    trees = study.searched.get("n_estimators_client")
+    settings = [entry for key, entry in study.searched.items() if key.startswith("xgb.")]
+    if any(isinstance(entry, Range) and entry.kind == "float" and entry.step is None for entry in settings):
+        return 1
+    if trees is None:
+        return 1
+    return int(max(trees.values) if isinstance(trees, Choices) else trees.high)
+
+
 def evaluate_proposal(
-    grid: Grid, proposal: Proposal, *, study: StudyConfig, runs: NestedRuns, watcher: StudyWatcher
+    grid: Grid, proposal: Proposal, *, study: StudyConfig, runs: NestedRuns, watcher: StudyWatcher, memory: Memory
 ) -> float:
     """Train with a proposal's values and return what the study minimises.
+
+    ``memory`` is what earlier trials left on the same federation.
 
     Raises:
         Pruned: The pruner, or a training that left the finite numbers, ended it.
@@ -53,11 +70,18 @@ def evaluate_proposal(
         proposal.report(objective_value(best.validation, config.objective, task), report.number)
 
     watcher.trial_begins(proposal.number, proposal.clients)
-    tags = run_tags(config, engine=runs.workspace.engine.name) | {"trial": str(proposal.number)}
+    tags = runs.tags(config, proposal.number)
     with runs.start(f"trial {proposal.number}", "trial", config=config, tags=tags) as tracked:
         proposal.note(RUN_ID, tracked.run_id)
         try:
-            fit = fit_federated(grid, config, observers=[observe], accelerator=runs.workspace.accelerator)
+            fit = fit_federated(
+                grid,
+                config,
+                observers=[observe],
+                accelerator=runs.workspace.accelerator,
+                memory=memory,
+                grow_at_least=trees_to_grow(study),
+            )
         except (Pruned, DivergedError) as reason:
             tracked.set_tags({TRIAL_STATE: "pruned", PRUNED_BECAUSE: str(reason)})
             tracked.finish("FINISHED")

@@ -26,6 +26,8 @@ class Workspace:
     tracking_uri: str | None = None
     accelerator: str = "cpu"
     engine: Engine = field(default_factory=LocalEngine)
+    storage_url: str | None = None
+    """Where studies are stored; None for the database below the root."""
 
     @cached_property
     def store(self) -> TrackingStore:

@@ -25,7 +25,9 @@ from fedlightning.config import (
 from fedlightning.jobs.refit import REFIT
 from fedlightning.jobs.trial import BEST_ROUND, RUN_ID, VALIDATION
 from fedlightning.owners import Owner
-from fedlightning.search import Proposal, Pruned, StudySearch, open_storage, owners_folder
+from fedlightning.search import Proposal, Pruned, StudySearch
+from fedlightning.storages import open_storage
+from fedlightning.workers import owners_folder
 
 Call = Callable[..., Finished]
 
@@ -60,9 +62,11 @@ def study(call: Call) -> StudyConfig:
     return load_study("vines", root=Path())
 
 
-def search_through(study: StudyConfig, outcomes: Sequence[Outcome], name: str = "vines") -> list[dict[str, Any]]:
+def search_through(
+    study: StudyConfig, outcomes: Sequence[Outcome], name: str = "vines", url: str | None = None
+) -> list[dict[str, Any]]:
     """Search a study in the real store, with outcomes in place of trainings; return what each trial ran with."""
-    search = StudySearch(name, study, Path(), open_storage(Path()))
+    search = StudySearch(name, study, Path(), open_storage(Path(), url))
     search.open()
     ran: list[dict[str, Any]] = []
     ends = iter(outcomes)
@@ -104,6 +108,21 @@ def test_the_best_trial_is_exported(call: Call, study: StudyConfig) -> None:
         "# validation loss 0.2500, accuracy 87.50 % in round 7; num_rounds is that round.",
         "# hfedxgboost ignores: xgb.subsample",
     ]
+
+
+def test_a_study_in_another_store_is_found_by_its_url(call: Call, study: StudyConfig) -> None:
+    """--storage leads to a study that lies elsewhere; without it there is none, and nothing is made."""
+    (ran,) = search_through(study, [Outcome(0.5)], url="vines.log")
+    missing = call("export", "--study", "vines")
+    assert (missing.status, missing.out) == (2, "")
+    assert "no study 'vines' in mlruns/optuna.db; stored: none" in missing.err
+    assert not Path("mlruns/optuna.db").exists()
+    assert call("export", "--study", "vines", "--storage", "vines.log").status == 0
+    assert flatten(load_clients("vines_clients", root=Path())) == {**ran, "num_rounds": 4}
+    other = call("export", "--study", "vines", "--storage", "sqlite:///other.db")
+    assert other.status == 2
+    assert "no study 'vines' in sqlite:///other.db; stored: none" in other.err
+    assert not Path("other.db").exists()
 
 
 def test_the_best_so_far_is_exported(call: Call, study: StudyConfig) -> None:

@@ -1,5 +1,6 @@
 """Tests for tuning as a user does it: what is printed, what a wrong word costs, and what survives a rude end."""
 
+import json
 import os
 import pty
 import re
@@ -32,8 +33,9 @@ from run_command import (
 
 from fedlightning.config import flatten, load_clients
 from fedlightning.config.documents import dump
-from fedlightning.search import StudySearch, TrialSummary, find_search, owners_folder
+from fedlightning.search import OWNER, RETRY_OF, StudySearch, TrialSummary, find_search
 from fedlightning.tracking import sqlite_uri
+from fedlightning.workers import owners_folder
 
 SPACE = {
     "n_estimators_client": {"choices": [3, 5]},
@@ -87,6 +89,16 @@ class Stores:
         experiment = client.get_experiment_by_name(name)
         runs = client.search_runs([experiment.experiment_id], order_by=["attributes.start_time ASC"])
         return cls(find_search(name, root).trials(), list(runs))
+
+    @staticmethod
+    def runs_of(root: Path, name: str = "tiny") -> dict[str, list[str]]:
+        """How the runs of a study ended, by kind, oldest first."""
+        client = MlflowClient(tracking_uri=sqlite_uri(root / "mlruns" / "mlflow.db"))
+        experiment = client.get_experiment_by_name(name)
+        found: dict[str, list[str]] = {}
+        for run in client.search_runs([experiment.experiment_id], order_by=["attributes.start_time ASC"]):
+            found.setdefault(run.data.tags["kind"], []).append(run.info.status)
+        return found
 
     @property
     def states(self) -> list[str]:
@@ -236,6 +248,7 @@ WRONG = {
     "no trials": (["--study", "tiny", "--trials", "0"], "argument --trials: 0 is not at least 1"),
     "no time": (["--study", "tiny", "--timeout", "-5"], "argument --timeout: -5 is not a finite number above 0"),
     "nothing published": (["--study", "tiny", "start_from=published"], "nothing is published for breast_cancer"),
+    "no storage": (["--study", "tiny", "--storage", "studies"], "storage 'studies' is no address of a store"),
     "no data folder": (["--study", "a9a_5", "--data-dir", "nowhere"], "the data folder 'nowhere' is no folder"),
 }
 
@@ -415,7 +428,7 @@ def test_killed_and_called_again(tmp_path: Path) -> None:
     stores = Stores.read(tmp_path)
     assert stores.states == ["complete", "failed", "complete", "complete"]
     assert stores.trials[2].values == stores.trials[1].values
-    assert stores.statuses("trial") == ["FINISHED", "KILLED", "FINISHED", "FINISHED"]
+    assert stores.statuses("trial") == ["FINISHED", "FAILED", "FINISHED", "FINISHED"]
     assert stores.statuses("study") == ["FINISHED"]
     assert "RUNNING" not in {run.info.status for run in stores.runs}
     assert list(owners_folder(tmp_path).iterdir()) == []
@@ -448,14 +461,105 @@ def test_one_worker_leaves_the_others_trials_alone(tmp_path: Path) -> None:
         fresh = run_command("tune", "--study", "tiny", "--fresh", "-q", cwd=tmp_path)
         assert (fresh.status, fresh.out) == (2, "")
         assert "is being worked on; wait for it or stop it before --fresh" in fresh.err
-        beside = run_command("tune", "--study", "tiny", "--json", cwd=tmp_path)
-        assert beside.status == 0
-        assert "left unfinished" not in beside.err
-        assert Stores.read(tmp_path).states == ["complete", "running", "complete"]
-        first.send_signal(signal.SIGCONT)
-        assert rest_of(first).status == 0
-    assert Stores.read(tmp_path).states == ["complete"] * 3
-    assert set(Stores.read(tmp_path).statuses("trial")) == {"FINISHED"}
+        with started_command("tune", "--study", "tiny", "--json", cwd=tmp_path) as beside:
+            said = read_until(beside, "waiting for trial 1 of other workers")
+            assert "left unfinished" not in said
+            assert Stores.read(tmp_path).states == ["complete", "running"]
+            first.send_signal(signal.SIGCONT)
+            assert rest_of(first).status == 0
+            assert rest_of(beside).status == 0
+    stores = Stores.read(tmp_path)
+    assert stores.states == ["complete"] * 2
+    assert stores.statuses("trial") == ["FINISHED"] * 2
+    assert stores.statuses("refit") == ["FINISHED"]
+    assert stores.statuses("comparator") == ["FINISHED"] * 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("in_journal", [False, True])
+def test_one_of_two_is_killed(tmp_path: Path, in_journal: bool) -> None:
+    """Of two processes on one study one dies: the other does its trial once more, and all else that is missing."""
+    write_study(tmp_path, space=LONG, trials=5)
+    storage = f"journal://{tmp_path}/studies.log" if in_journal else None
+    words = ("--study", "tiny", "--json", *(("--storage", storage) if storage else ()))
+    with (
+        started_command("tune", *words, cwd=tmp_path) as survivor,
+        started_command("tune", *words, cwd=tmp_path) as victim,
+    ):
+        read_until(victim, "] trial ")
+        search = find_search("tiny", tmp_path, storage)
+        limit = time.monotonic() + PATIENCE
+        # A trial that dies before it has drawn its values and begun its run leaves less behind.
+        while sum(trial.state == "running" and "run_id" in trial.attributes for trial in search.trials()) < 2:
+            assert time.monotonic() < limit
+            time.sleep(0.02)
+        victim.kill()
+        rest_of(victim)
+        wait_for_nobody(victim)
+        ended = rest_of(survivor)
+    assert ended.status == 0
+    assert "was left unfinished by a process that is gone" in ended.out
+    trials = search.trials()
+    assert sorted(trial.state for trial in trials) == ["complete"] * 5 + ["failed"]
+    (failed,) = [trial for trial in trials if trial.state == "failed"]
+    (again,) = [trial for trial in trials if trial.attributes.get(RETRY_OF) == failed.number]
+    assert again.values == failed.values
+    runs = Stores.runs_of(tmp_path)
+    assert runs["trial"].count("FINISHED") == 5
+    assert sorted(runs["trial"])[0] == "FAILED"
+    assert (runs["study"], runs["refit"], runs["comparator"]) == (["FINISHED"], ["FINISHED"], ["FINISHED"] * 3)
+
+
+@pytest.mark.slow
+def test_the_refit_is_taken_over(tmp_path: Path) -> None:
+    """A worker that is killed while it refits is followed by the one that waited; a third only reports the same."""
+    write_study(tmp_path, space=LONG, trials=5)
+    with (
+        started_command("tune", "--study", "tiny", "--json", cwd=tmp_path) as one,
+        started_command("tune", "--study", "tiny", "--json", cwd=tmp_path) as two,
+    ):
+        for process in (one, two):
+            read_until(process, "searching: ")
+        limit = time.monotonic() + PATIENCE
+        while not (holder := refitting(tmp_path)):
+            assert time.monotonic() < limit
+            time.sleep(0.05)
+        # Stopped, a process is still alive: nobody takes over.
+        for process in (one, two):
+            process.send_signal(signal.SIGSTOP)
+        running = {name: process for process in (one, two) if (name := owner_of(process, tmp_path))}
+        assert len(running) == 2
+        refits, waits = running.pop(holder), next(iter(running.values()))
+        refits.kill()
+        waits.send_signal(signal.SIGCONT)
+        rest_of(refits)
+        ended = rest_of(waits)
+    assert ended.status == 0
+    third = run_command("tune", "--study", "tiny", "--json", "-q", cwd=tmp_path)
+    answer = json.loads(ended.out.splitlines()[-1])
+    assert third.json_lines()[0]["test"] == answer["test"]
+    runs = Stores.runs_of(tmp_path)
+    assert runs["refit"] == ["FAILED", "FINISHED"]
+    assert runs["comparator"] == ["FINISHED"] * 3
+    assert runs["study"] == ["FINISHED"]
+
+
+def refitting(root: Path) -> str | None:
+    """Return the worker whose refit has begun, or None."""
+    try:
+        runs = Stores.read(root).runs
+    except (LookupError, AttributeError):  # nothing is there yet
+        return None
+    return next((run.data.tags[OWNER] for run in runs if run.data.tags["kind"] == "refit"), None)
+
+
+def owner_of(process: "subprocess.Popen[str]", root: Path) -> str | None:
+    """Return the name of the lock that a process holds, by the files that it has open."""
+    for descriptor in Path(f"/proc/{process.pid}/fd").iterdir():
+        target = descriptor.readlink()
+        if target.parent == owners_folder(root).resolve():
+            return target.stem
+    return None
 
 
 # -- terminals and pipes --------------------------------------------------------------------------------------------

@@ -46,7 +46,9 @@ def open_federation(
     """Return a grid of this machine; its clients find no trees in their folder if none is given."""
     # Told to each node: a process that is forked has the environment of the first test.
     node_config = {CACHE_DIR: str(cache_dir or trees_folder() / uuid4().hex)}
-    return LocalGrid(client_num, processes=processes, node_config=node_config, client_app=client_app)
+    return LocalGrid(
+        client_num, processes=processes, node_configs=[node_config or {}] * client_num, client_app=client_app
+    )
 
 
 def small_strategy(

@@ -38,7 +38,7 @@ def open_local(
 ) -> Grid:
     """Open a grid of this machine until the test ends."""
     return stack.enter_context(
-        LocalGrid(client_num, processes=processes, node_config=node_config, client_app=client_app)
+        LocalGrid(client_num, processes=processes, node_configs=[node_config or {}] * client_num, client_app=client_app)
     )
 
 
