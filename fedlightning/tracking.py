@@ -96,7 +96,7 @@ class TrackingStore:
             if _is_server(uri):
                 return cls(uri, _connect(uri), artifact_location=None)
         artifact_location = (mlruns / "artifacts").as_uri()
-        with _creation_lock(mlruns):
+        with _creation_lock(mlruns), _creation_lock(_folder_of(uri) or mlruns):
             if not uri:
                 uri = sqlite_uri(database)
                 _check_database(database)
@@ -462,6 +462,16 @@ def _is_server(uri: str) -> bool:
     return not urlsplit(uri).scheme.startswith(("sqlite", "postgresql", "mysql", "mssql"))
 
 
+def _folder_of(uri: str | None) -> Path | None:
+    """Return the folder of an SQLite database, which workers of other roots may be creating, too."""
+    if not uri or not urlsplit(uri).scheme.startswith("sqlite"):
+        return None
+    from sqlalchemy.engine import make_url
+
+    database = make_url(uri).database
+    return Path(database).absolute().parent if database and database != ":memory:" else None
+
+
 def _refuse_file_store(uri: str, mlruns: Path) -> None:
     scheme = urlsplit(uri).scheme
     # A single letter is a Windows drive; MLflow's bare words for Databricks have no scheme but are no path.
@@ -477,7 +487,8 @@ def _refuse_file_store(uri: str, mlruns: Path) -> None:
 @contextmanager
 def _creation_lock(mlruns: Path) -> Iterator[None]:
     """Hold the lock under which a database may be created; two processes creating it break each other."""
-    lock = FileLock(mlruns / ".store.lock", timeout=_CREATION_TIMEOUT)
+    # One object per path: who holds a lock already may take it again.
+    lock = FileLock(mlruns.absolute() / ".store.lock", timeout=_CREATION_TIMEOUT, is_singleton=True)
     try:
         mlruns.mkdir(parents=True, exist_ok=True)
         lock.acquire()

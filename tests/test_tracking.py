@@ -123,17 +123,19 @@ class TestOpening:
         assert sorted(path.name for path in tmp_path.iterdir()) == ["mlruns"]
         assert {path.name for path in (tmp_path / "mlruns").iterdir()} >= {"mlflow.db", "artifacts"}
 
-    def test_four_processes_may_create_the_store_at_once(self, tmp_path: Path) -> None:
-        """Workers that start together share one database and one experiment."""
+    @pytest.mark.parametrize("roots", [1, 4])
+    def test_four_processes_may_create_the_store_at_once(self, roots: int, tmp_path: Path) -> None:
+        """Workers that start together share one database and one experiment, also each with a root of its own."""
+        shared = sqlite_uri(tmp_path / "shared" / "mlflow.db") if roots > 1 else ""
         code = (
             "import sys; from pathlib import Path; from fedlightning.tracking import TrackingStore\n"
             "sys.stdin.readline()\n"
-            "store = TrackingStore.open(Path(sys.argv[1]))\n"
+            "store = TrackingStore.open(Path(sys.argv[1]), sys.argv[3])\n"
             "with store.start_run('shared', sys.argv[2], kind='trial') as run: run.log_metrics({'a': 1.0})\n"
         )
         workers = [
             subprocess.Popen(
-                [sys.executable, "-c", code, str(tmp_path), f"worker {number}"],
+                [sys.executable, "-c", code, str(tmp_path / f"root{number % roots}"), f"worker {number}", shared],
                 stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
             )
             for number in range(4)
@@ -144,7 +146,7 @@ class TestOpening:
             worker.stdin.flush()
         errors = [worker.communicate(timeout=120)[1] for worker in workers]
         assert [worker.returncode for worker in workers] == [0, 0, 0, 0], errors
-        runs = TrackingStore.open(tmp_path).runs("shared")
+        runs = TrackingStore.open(tmp_path / "root0", shared).runs("shared")
         assert sorted(run.info.run_name for run in runs) == [f"worker {number}" for number in range(4)]
         assert {run.info.status for run in runs} == {"FINISHED"}
 

@@ -9,7 +9,8 @@ from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 from flwr.supercore.run import Run
 
-POLL_SECONDS = 0.05
+SHORTEST_SECONDS, LONGEST_SECONDS = 0.02, 0.3
+"""Between two looks: short at first, longer the longer it takes, so that looking costs little where work is long."""
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +57,7 @@ class PromptGrid(Grid):
         if len(list(self.get_node_ids())) < count:
             logger.info("waiting for %d nodes", count)
         while len(list(self.get_node_ids())) < count and time.monotonic() < deadline:
-            if self._stopping.wait(POLL_SECONDS):
+            if self._stopping.wait(SHORTEST_SECONDS):
                 raise KeyboardInterrupt
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
@@ -72,9 +73,11 @@ class PromptGrid(Grid):
         open_ids = set(self.push_messages(messages))
         deadline = None if timeout is None else time.monotonic() + timeout
         replies: list[Message] = []
+        pause = SHORTEST_SECONDS
         while open_ids and (deadline is None or time.monotonic() < deadline):
-            if self._stopping.wait(POLL_SECONDS):
+            if self._stopping.wait(pause):
                 raise KeyboardInterrupt
+            pause = min(pause * 1.25, LONGEST_SECONDS)
             come = list(self.pull_messages(open_ids))
             open_ids -= {reply.metadata.reply_to_message_id for reply in come}
             replies += come

@@ -51,7 +51,7 @@ def running_superlink(folder: Path, node_configs: Sequence[str]) -> Iterator[Run
         "FLWR_TELEMETRY_ENABLED": "0",
         "FLWR_DISABLE_UPDATE_CHECK": "1",
         # How soon a process is started for a message; the default is a second.
-        "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.05",
+        "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2",
     }
     with ExitStack() as stack:
 

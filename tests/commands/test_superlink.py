@@ -85,7 +85,7 @@ def test_a_failed_run_has_a_status_of_its_own(federation: RunningSuperLink, tmp_
     run = ("run", "--dataset", "wine", "--clients", "paper_2_clients")
     failed = run_command("submit", *run, cwd=tmp_path, env=federation.env)
     assert failed.status == 1
-    assert "feature index is 30, allowed: 1 to 13" in failed.out
+    assert "feature index is 14, allowed: 1 to 13" in failed.out
     assert "is finished:failed" in failed.err
     misspelt = run_command("submit", *run[:-1], "--clints", "x", cwd=tmp_path, env=federation.env)
     assert misspelt.status == 2
