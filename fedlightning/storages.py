@@ -4,19 +4,20 @@ import re
 import sqlite3
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import optuna
-from filelock import FileLock, Timeout
+from filelock import FileLock
 from optuna.storages import BaseStorage, GrpcStorageProxy, JournalStorage, RDBStorage
 from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, SQLAlchemyError
 
+from fedlightning.locks import creation_lock
 from fedlightning.tracking import sqlite_uri
 
 KINDS = (
@@ -24,7 +25,6 @@ KINDS = (
 )
 """How addresses of stores look."""
 
-_CREATION_SECONDS = 120
 _ANSWER_SECONDS = 10
 _JOURNALS = (".log", ".journal")
 _NETWORKED = ("postgresql", "mysql", "mariadb")
@@ -87,7 +87,8 @@ def open_storage(root: Path, url: str | None = None) -> BaseStorage:
         opening = partial(_open_file, database, _sqlite_file(database), "choose another --storage")
     else:
         opening = partial(_open_database, database)
-    with _creation_lock(root):
+    lock = storage_file(root).absolute().with_name(".optuna.lock")
+    with creation_lock(lock, what="folder", way_out="choose another --root"):
         return opening()
 
 
@@ -240,25 +241,6 @@ def _reason(error: Exception, password: object) -> str:
     said = getattr(error, "orig", None) or getattr(error.__cause__, "orig", None) or error
     line = next(iter(str(said).strip().splitlines()), type(error).__name__)
     return line.replace(str(password), "***") if password else line
-
-
-@contextmanager
-def _creation_lock(root: Path) -> Iterator[None]:
-    folder = storage_file(root).absolute().parent
-    lock = FileLock(folder / ".optuna.lock", timeout=_CREATION_SECONDS)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock.acquire()
-    except Timeout as error:
-        raise OSError(
-            f"another process has held {lock.lock_file} for {_CREATION_SECONDS} s; end it, or try again"
-        ) from error
-    except OSError as error:
-        raise OSError(f"cannot write the folder {folder}: {error.strerror or error}; choose another --root") from error
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def _check_database(path: Path, way_out: str) -> None:

@@ -8,7 +8,7 @@ import os
 import sqlite3
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import closing, contextmanager, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,9 +16,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self
 from urllib.parse import urlsplit
 
-from filelock import FileLock, Timeout
-
 from fedlightning import __version__
+from fedlightning.locks import CREATION_SECONDS, creation_lock
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -34,7 +33,6 @@ RunStatus = Literal["FINISHED", "FAILED", "KILLED"]
 RETRY_AFTER = 30.0
 """Seconds for which a store that failed is left alone; a locked database costs 20 s per attempt."""
 
-_CREATION_TIMEOUT = 120.0
 _PAGE = 1000
 _BATCH = 100  # MLflow's limit for the params of one log_batch
 # Without it, MLflow's page opens on traces of language models, of which there are none here.
@@ -96,7 +94,7 @@ class TrackingStore:
             if _is_server(uri):
                 return cls(uri, _connect(uri), artifact_location=None)
         artifact_location = (mlruns / "artifacts").as_uri()
-        with _creation_lock(mlruns), _creation_lock(_folder_of(uri) or mlruns):
+        with _lock(mlruns), _lock(_folder_of(uri) or mlruns):
             if not uri:
                 uri = sqlite_uri(database)
                 _check_database(database)
@@ -484,33 +482,18 @@ def _refuse_file_store(uri: str, mlruns: Path) -> None:
         )
 
 
-@contextmanager
-def _creation_lock(mlruns: Path) -> Iterator[None]:
-    """Hold the lock under which a database may be created; two processes creating it break each other."""
-    # One object per path: who holds a lock already may take it again.
-    lock = FileLock(mlruns.absolute() / ".store.lock", timeout=_CREATION_TIMEOUT, is_singleton=True)
-    try:
-        mlruns.mkdir(parents=True, exist_ok=True)
-        lock.acquire()
-    except Timeout as error:
-        raise OSError(
-            f"another process has held {lock.lock_file} for {_CREATION_TIMEOUT:.0f} s; end it, or try again"
-        ) from error
-    except OSError as error:
-        raise OSError(
-            f"cannot write the tracking folder {mlruns}: {error.strerror or error}; "
-            "choose another folder, or a store elsewhere with --tracking-uri"
-        ) from error
-    try:
-        yield
-    finally:
-        lock.release()
+def _lock(folder: Path) -> AbstractContextManager[None]:
+    return creation_lock(
+        folder / ".store.lock",
+        what="tracking folder",
+        way_out="choose another folder, or a store elsewhere with --tracking-uri",
+    )
 
 
 def _check_database(path: Path) -> None:
     """Fail at once, with the file's name, where MLflow would retry for minutes."""
     try:
-        with closing(sqlite3.connect(path, timeout=_CREATION_TIMEOUT)) as database:
+        with closing(sqlite3.connect(path, timeout=CREATION_SECONDS)) as database:
             database.execute("BEGIN IMMEDIATE")
             unfinished = _is_unfinished(database)
             database.rollback()

@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "fedlightning"
 LAYERS = (
     ("the package", ["fedlightning"]),
     ("vocabulary", ["config", "tasks", "seeds", "datasets.catalogue"]),
-    ("sources", ["model", "trees", "datasets", "owners"]),
+    ("sources", ["model", "trees", "datasets", "owners", "locks"]),
     ("client's work", ["training", "partition"]),
     ("federation", ["federation"]),
     ("experiment", ["experiment"]),
@@ -26,7 +26,7 @@ LAYERS = (
 
 DOORS: dict[str, set[str]] = {
     "ray": {"federation"},
-    "filelock": {"federation", "datasets", "owners", "search", "storages", "tracking"},
+    "filelock": {"federation", "datasets", "locks", "owners", "search", "storages"},
     "flwr": {"federation", "server_app"},
     "lightning": {"training"},
     "matplotlib": {"figures"},

@@ -224,7 +224,7 @@ class TestOpening:
         with closing(sqlite3.connect(path)) as database:
             assert database.execute("SELECT run_uuid FROM runs").fetchall() == [("precious",)]
 
-    @pytest.mark.parametrize("uri", ["file:///tmp/runs", "mlruns", "/tmp/runs", "./mlruns", "C:\\runs"])
+    @pytest.mark.parametrize("uri", ["file:///srv/runs", "mlruns", "/srv/runs", "./mlruns", "C:\\runs"])
     def test_file_stores_are_refused_with_the_way_out(self, tmp_path: Path, uri: str) -> None:
         """MLflow 3 refuses folders of plain files; the error says what to give instead."""
         with pytest.raises(ValueError, match=r"plain files; leave it out .*mlflow\.db, or give sqlite:///"):

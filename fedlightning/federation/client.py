@@ -273,16 +273,16 @@ class Client:
         """Return scaled outputs and targets of the rows that a fit visits, and its order in terms of these rows."""
         outputs, targets = self._outputs(forest, "train", self.shard.train), torch.from_numpy(self.shard.train.y)
         visited, positions = torch.unique(order, return_inverse=True)
+
+        def choose() -> Tensor:
+            return _scaled(outputs.of(visited.numpy(), request.n_estimators), request)
+
         if len(visited) < len(targets):
-            return _scaled(outputs.of(visited.numpy(), request.n_estimators), request), targets[visited], positions
+            return choose(), targets[visited], positions
         if request.n_estimators == forest.trees and request.scaling_std == 1:
             return torch.from_numpy(outputs.all()), targets, order
         key = ("visited", self.silo, self.rows, forest.digest, request.n_estimators, request.scaling_std)
-        chosen = self.memory.recall(
-            key,
-            lambda: _scaled(outputs.of(visited.numpy(), request.n_estimators), request),
-            lambda tensor: tensor.nbytes,
-        )
+        chosen = self.memory.recall(key, choose, lambda tensor: tensor.nbytes)
         self.trees.hold(forest)
         return chosen, targets, order
 

@@ -69,7 +69,6 @@ def run_in_simulation(
             # simulation that ends with a function.
             run_simulation(server_app, client_app.app, client_num, backend_config={"client_resources": {"num_cpus": 1}})
     except BaseException:
-        stopping.set()
         if not raised:
             raise
     finally:
