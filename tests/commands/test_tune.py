@@ -488,9 +488,15 @@ def test_one_of_two_is_killed(tmp_path: Path, in_journal: bool) -> None:
     ):
         read_until(victim, "] trial ")
         search = find_search("tiny", tmp_path, storage)
-        limit = time.monotonic() + PATIENCE
-        # A trial that dies before it has drawn its values and begun its run leaves less behind.
-        while sum(trial.state == "running" and "run_id" in trial.attributes for trial in search.trials()) < 2:
+        owner, limit = owner_of(victim, tmp_path), time.monotonic() + PATIENCE
+
+        def is_at_work() -> bool:
+            # A trial that dies before it has drawn its values and begun its run leaves less behind.
+            running = [trial.attributes for trial in search.trials() if trial.state == "running"]
+            return any(known.get(OWNER) == owner and "run_id" in known for known in running)
+
+        # It has just ended a trial: the next one is killed at its very beginning.
+        while not is_at_work():
             assert time.monotonic() < limit
             time.sleep(0.02)
         victim.kill()
